@@ -109,10 +109,8 @@ def draw_losses(
     path: Path, title: str, subtitle: str, losses: Sequence[Curve], differences: Sequence[Curve] = (),
     differences_label: str = "difference",
 ) -> None:  # fmt: skip
-    """Draw the losses of all runs over each other, and below them their differences.
-
-    Differences have a logarithmic scale above `RESOLUTION` and a linear one below it, which has a place for zero.
-    """
+    """Draw the losses of all runs over each other, and below them their differences. Differences have a logarithmic
+    scale above `RESOLUTION` and a linear one below it, which has a place for zero."""
     figure = new_figure(7.2, 4.9 if differences else 3.8)
     headline(figure, title, subtitle)
     if differences:
@@ -155,10 +153,8 @@ class SweepLine(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """The content of axes: bars, or the lines of a sweep where `xlabel` names the size.
-
-    A dashed line with the label `limit_label` is at `limit`, if there is one.
-    """
+    """The content of axes: bars, or the lines of a sweep where `xlabel` names the size. A dashed line with the label
+    `limit_label` is at `limit`, if there is one."""
 
     title: str
     bars: Sequence[Bar] = ()

@@ -41,10 +41,8 @@ def versions() -> dict[str, str]:
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Return the name of the device and the properties on which the results depend.
-
-    The name is in the title of each table and picture, so it says if no kernels run on the device.
-    """
+    """Return the name of the device and the properties on which the results depend. The name is in the title of each
+    table and picture, so it says if no kernels run on the device."""
     has_kernels = runs_kernels(torch.empty(1, device=device))
     facts: dict[str, Any] = {"type": device.type, "runs_kernels": has_kernels}
     note = "" if has_kernels else NO_KERNELS

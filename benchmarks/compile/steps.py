@@ -66,10 +66,8 @@ def run_step(workload: Workload, variant: Variant) -> None:
 
 
 def _cross_entropy_of_a_shard(v: int, vocabulary: int, **options: Any) -> None:
-    """Run the kernels of a rank that holds `v` columns of the vocabulary; with options, also every output.
-
-    Only `linear_cross_entropy` with a process group launches them, and its step would need several processes.
-    """
+    """Run the kernels of a rank that holds `v` columns of the vocabulary; with options, also every output. Only
+    `linear_cross_entropy` with a process group launches them, and its step would need several processes."""
     logits, target = torch.zeros(2, v, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
     shard = token_loss.Shard(v, vocabulary)
     weight, wants = torch.ones(vocabulary) if options else None, token_loss.Wants(*[bool(options)] * 4)
@@ -82,10 +80,8 @@ def _cross_entropy_of_a_shard(v: int, vocabulary: int, **options: Any) -> None:
 
 
 def _optimizer(kind: type, *shape: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
-    """Run a step of an optimizer, which is not a function of tensors.
-
-    cuBLAS computes the plain products of Muon. They are left out, because some CPUs need a minute for one in bf16.
-    """
+    """Run a step of an optimizer, which is not a function of tensors. cuBLAS computes the plain products of Muon. They
+    are left out, because some CPUs need a minute for one in bf16."""
     (parameter,) = _zeros(shape, dtype=dtype)
     parameter.grad = parameter.detach()
     with mock.patch("torch.bmm", lambda a, b: a.new_zeros((*a.shape[:2], b.shape[2]))):

@@ -45,11 +45,9 @@ class Chip:
 
     @property
     def allowed_spills(self) -> int:
-        """The largest `KernelResources.spilled` with which a kernel ships.
-
-        On NVIDIA, these are four registers of a thread: the compiler writes them before a long loop and reads them
-        after it, which costs nothing that can be measured.
-        """
+        """The largest `KernelResources.spilled` with which a kernel ships. On NVIDIA, these are four registers of a
+        thread: the compiler writes them before a long loop and reads them after it, which costs nothing that can be
+        measured."""
         return 16 if self.backend == "cuda" else 0
 
 
@@ -92,11 +90,8 @@ class Launch:
 
 
 class KernelResources(TypedDict):
-    """The resources of a compiled kernel.
-
-    `threads` and `shared` bytes are those of a workgroup, and `registers` those of a thread. `spilled` counts bytes of
-    stack per thread on NVIDIA and registers on AMD.
-    """
+    """The resources of a compiled kernel. `threads` and `shared` bytes are those of a workgroup, and `registers` those
+    of a thread. `spilled` counts bytes of stack per thread on NVIDIA and registers on AMD."""
 
     kernel: str
     threads: int

@@ -27,10 +27,8 @@ JUDGED_ELEMENTS = 2**26
 
 
 class BoundProvider:
-    """A provider with its inputs. A call runs forward and backward, or forward alone if no input needs a gradient.
-
-    The tensors that the provider overwrites are copies, which `restore` resets.
-    """
+    """A provider with its inputs. A call runs forward and backward, or forward alone if no input needs a gradient. The
+    tensors that the provider overwrites are copies, which `restore` resets."""
 
     def __init__(self, provider: Provider, run: Run, inputs: Inputs) -> None:
         self._provider, self._run, self._pristine = provider, run, inputs
@@ -95,10 +93,8 @@ def exact_results(case: Case, inputs: Inputs) -> Results:
 
 @torch.no_grad()
 def typical_loss_error(case: Case, inputs: Inputs) -> float:
-    """Return the standard error of a mean loss whose logits were rounded, with independent errors of the tokens.
-
-    It is 0 for ops that round no logits.
-    """
+    """Return the standard error of a mean loss whose logits were rounded, with independent errors of the tokens. It is
+    0 for ops that round no logits."""
     if case.op != "linear_cross_entropy":
         return 0.0
     x, weight, target = (inputs.tensors[name] for name in ("input", "linear_weight", "target"))
@@ -135,12 +131,9 @@ class Verdict:
 
 
 def judge(actual: Results, eager: Results, exact: Results, typical: float = 0.0) -> Verdict:
-    """Compare every output and gradient, and name the first that breaks the rule.
-
-    Eager code can compute a single number exactly by chance, and then its error sets no useful limit. For a loss, the
-    error of eager code therefore counts as at least `typical`, its standard error, in the ratios, and as at least twice
-    `typical` in the rule.
-    """
+    """Compare every output and gradient, and name the first that breaks the rule. Eager code can compute a single
+    number exactly by chance, and then its error sets no useful limit. For a loss, the error of eager code therefore
+    counts as at least `typical`, its standard error, in the ratios, and as at least twice `typical` in the rule."""
     wrong = ""
     errors: dict[str, Errors] = {}
     limits: dict[str, Errors] = {}

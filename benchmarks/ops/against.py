@@ -90,11 +90,9 @@ def _git(folder: Path, *arguments: str) -> bytes:
 
 
 def _import_copy(folder: Path, namespace: str) -> ModuleType:
-    """Import the package in `folder` as "tigon" while the modules of this Tigon are removed, then restore them.
-
-    Each copy holds its own modules, so the functions of one never call those of the other. Both share only torch's
-    registry of operators, where those of the copy are registered as `namespace::name`.
-    """
+    """Import the package in `folder` as "tigon" while the modules of this Tigon are removed, then restore them. Each
+    copy holds its own modules, so the functions of one never call those of the other. Both share only torch's registry
+    of operators, where those of the copy are registered as `namespace::name`."""
     modules = _remove_modules()
     custom_op = library.custom_op
 

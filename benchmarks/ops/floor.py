@@ -15,10 +15,8 @@ PREPARED_ELEMENTS = 2**27
 
 def with_dlogits(case: Case, inputs: Inputs) -> Inputs:
     """Return the operands of `products`: hidden states of the valid tokens, the weight, and d(logits) for gradients.
-
     d(logits) [valid, V] is the gradient of the mean cross entropy. It is computed from logits as the head rounds them,
-    and rounded to their dtype. Sequences [N, L] become tokens [N L]. A teacher's hidden states and weight follow.
-    """
+    and rounded to their dtype. Sequences [N, L] become tokens [N L]. A teacher's hidden states and weight follow."""
     hidden, weight, targets, *others = inputs.tensors.values()
     targets = targets.flatten()
     valid = (targets != -100).nonzero()[:, 0]

@@ -28,19 +28,15 @@ CYCLES_PER_MS = 2_000_000
 
 
 def sleep_on_device(cycles: int) -> None:
-    """Let the current stream wait for a number of clock cycles, which gives the host time to queue a call.
-
-    A torch without this private function, seen in 2.8 to 2.13, measures no GPU.
-    """
+    """Let the current stream wait for a number of clock cycles, which gives the host time to queue a call. A torch
+    without this private function, seen in 2.8 to 2.13, measures no GPU."""
     find("cuda._sleep")(cycles)
 
 
 @dataclass
 class Samples:
-    """The measurements of one provider on one case: milliseconds of each call, and bytes.
-
-    `gradient_bytes` is the size of the gradients that a call returns.
-    """
+    """The measurements of one provider on one case: milliseconds of each call, and bytes. `gradient_bytes` is the size
+    of the gradients that a call returns."""
 
     wall: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)

@@ -239,10 +239,8 @@ def liger_geglu(case: Case) -> Run:
 def _liger_loss(
     path: str, arguments: Callable[[Case], dict[str, Any]], run: Callable[..., Any], *options: str
 ) -> Loader:
-    """Return the loader of a loss module: `run` calls the module of the `arguments` with the tensors of a case.
-
-    The module knows these options of a case.
-    """
+    """Return the loader of a loss module: `run` calls the module of the `arguments` with the tensors of a case. The
+    module knows these options of a case."""
 
     def load(case: Case) -> Run:
         refuse_other_options(case, *options)
@@ -345,10 +343,8 @@ def cce(case: Case) -> Run:
 
 
 def trl_linear_log_probs(case: Case) -> Run:
-    """Load the chunked log-probabilities of TRL's trainers, which score only the valid positions, or their loss.
-
-    The backward pass of the function imports `trl.trainer.utils`, which needs accelerate, datasets and pandas.
-    """
+    """Load the chunked log-probabilities of TRL's trainers, which score only the valid positions, or their loss. The
+    backward pass of the function imports `trl.trainer.utils`, which needs accelerate, datasets and pandas."""
     utils = import_module("trl.trainer.utils")
     if not hasattr(utils, "_ChunkedLogProbFunction"):
         raise Unsupported("this version of TRL has no trl.trainer.utils._ChunkedLogProbFunction")

@@ -26,13 +26,10 @@ from benchmarks.workloads.workload import tensors_of
 
 @dataclass(frozen=True)
 class Provider:
-    """One implementation of an op.
-
-    `overwrites` names the tensors that a call overwrites. Each call gets copies of them, which are written outside the
-    measured part. With `autograd` False the call computes its gradients itself and returns them, and the benchmark does
-    not check their values. `prepare` computes the arguments of a call from the case's inputs; it runs once for each
-    round, outside the measured part.
-    """
+    """One implementation of an op. `overwrites` names the tensors that a call overwrites. Each call gets copies of
+    them, which are written outside the measured part. With `autograd` False the call computes its gradients itself and
+    returns them, and the benchmark does not check their values. `prepare` computes the arguments of a call from the
+    case's inputs; it runs once for each round, outside the measured part."""
 
     name: str
     load: Callable[[Case], Run]

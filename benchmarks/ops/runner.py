@@ -22,16 +22,13 @@ Result = TypeVar("Result")
 
 @dataclass
 class BenchRow:
-    """One provider on one case, as the report shows it. None means "not measured".
-
-    `status` is "ok" (measured), "missing" (not installed, or no GPU), "unsupported", "wrong" (Tigon, which is then not
-    measured), "error" or "out of memory"; `note` says more. Times are medians in milliseconds. `accurate` is the result
-    of the check, `error` the relative error of its worst tensor and `eager_error` that of eager code; `errors` has
-    those of each output and gradient, and their ratio.
-
-    Where matrix products are the bound, `products_ratio` is the time divided by that of the provider "products" in the
-    same run, and `peak_above_gradients_mib` is the peak less the gradients that the call returns.
-    """
+    """One provider on one case, as the report shows it. None means "not measured". `status` is "ok" (measured),
+    "missing" (not installed, or no GPU), "unsupported", "wrong" (Tigon, which is then not measured), "error" or "out of
+    memory"; `note` says more. Times are medians in milliseconds. `accurate` is the result of the check, `error` the
+    relative error of its worst tensor and `eager_error` that of eager code; `errors` has those of each output and
+    gradient, and their ratio. Where matrix products are the bound, `products_ratio` is the time divided by that of the
+    provider "products" in the same run, and `peak_above_gradients_mib` is the peak less the gradients that the call
+    returns."""
 
     case: str
     op: str
@@ -82,9 +79,8 @@ class BenchRow:
 
 def _reset_compiler() -> None:
     """Forget all graphs that `torch.compile` has made: they hold memory, and count toward the limit of recompilations.
-
-    `torch.compiler.reset` would import Dynamo, which takes seconds, so it is called only if Dynamo is imported already.
-    """
+    `torch.compiler.reset` would import Dynamo, which takes seconds, so it is called only if Dynamo is imported
+    already."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
@@ -92,10 +88,8 @@ def _reset_compiler() -> None:
 def run_case(
     case: Case, providers: Iterable[Provider], meter: Meter, roofline: Roofline, rounds: int
 ) -> list[BenchRow]:
-    """Check and measure `providers` on `case`, and return one row for each, even if it fails.
-
-    If the provider "tigon" is wrong, it is not measured. A wrong peer is measured, and its row says that it is wrong.
-    """
+    """Check and measure `providers` on `case`, and return one row for each, even if it fails. If the provider "tigon"
+    is wrong, it is not measured. A wrong peer is measured, and its row says that it is wrong."""
     _reset_compiler()
     run = _CaseRun(case, providers, meter)
     try:

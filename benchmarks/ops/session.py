@@ -96,10 +96,8 @@ def bench(options: BenchOptions) -> None:
 def _add_revision(
     revision: Revision, providers_of: dict[str, list[providers.Provider]], stack: contextlib.ExitStack
 ) -> dict[str, str]:
-    """Import the revision until `stack` closes, add it as a provider, and return its entry of the report.
-
-    The provider stands after Tigon, or first if Tigon is not measured.
-    """
+    """Import the revision until `stack` closes, add it as a provider, and return its entry of the report. The provider
+    stands after Tigon, or first if Tigon is not measured."""
     try:
         package = stack.enter_context(revision.package())
     except Exception as problem:

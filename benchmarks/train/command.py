@@ -113,10 +113,8 @@ class TrainSession:
         return DIFFERS if differ or any(row.failed for row in self.rows) else 0
 
     def _train_rounds(self) -> None:
-        """Train all runs, in rounds. A later round repeats the sizes that fitted.
-
-        Every second round is in reverse order, because a warm chip is slower.
-        """
+        """Train all runs, in rounds. A later round repeats the sizes that fitted. Every second round is in reverse
+        order, because a warm chip is slower."""
         plan = self.plan
         fitting_sizes: dict[str, list[int]] = {}
         with ExitStack() as stack:

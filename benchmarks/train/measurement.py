@@ -25,17 +25,13 @@ def _mean(values: Sequence[float]) -> float | None:
 
 @dataclass
 class Measurement:
-    """The steps of one provider at one size.
-
-    `status` is "ok", "out of memory", "missing" (not installed, no GPU), "unsupported" (the provider refuses the
-    model) or "error"; `note` gives details. `seconds` and `host_seconds` have an entry for each timed step, `losses`
-    for each step. `allocated` and `reserved` are peaks in bytes, of the rank that has the highest. `state_bytes` are
-    those of a rank's parameters and optimizer states. `gpu_seconds` and `kernels` are the time and the number of the
-    kernels, copies and fills of a step on a GPU.
-
-    `first_seconds` and `again_seconds` are those of steps at uneven lengths, each for the first time and again, without
-    the seconds of `captures` of CUDA graphs. `trained_tokens` are those of all timed steps where texts are padded.
-    """
+    """The steps of one provider at one size. `status` is "ok", "out of memory", "missing" (not installed, no GPU),
+    "unsupported" (the provider refuses the model) or "error"; `note` gives details. `seconds` and `host_seconds` have
+    an entry for each timed step, `losses` for each step. `allocated` and `reserved` are peaks in bytes, of the rank
+    that has the highest. `state_bytes` are those of a rank's parameters and optimizer states. `gpu_seconds` and
+    `kernels` are the time and the number of the kernels, copies and fills of a step on a GPU. `first_seconds` and
+    `again_seconds` are those of steps at uneven lengths, each for the first time and again, without the seconds of
+    `captures` of CUDA graphs. `trained_tokens` are those of all timed steps where texts are padded."""
 
     provider: str
     batch: int
@@ -99,10 +95,8 @@ class Measurement:
         return self.status == "error" and self.provider.startswith("tigon")
 
     def add(self, result: dict[str, Any]) -> None:
-        """Add the result of a process. Peaks are the highest of all rounds.
-
-        Losses, kernels and graphs are those of the first round, because a later round trains the same steps again.
-        """
+        """Add the result of a process. Peaks are the highest of all rounds. Losses, kernels and graphs are those of the
+        first round, because a later round trains the same steps again."""
         for name in ("seconds", "host_seconds", "first_seconds", "again_seconds", "trained_tokens"):
             # Training by TRL has no uneven lengths, and other training no count of the tokens.
             if name in result:
@@ -138,12 +132,10 @@ def loss_differences(losses: Sequence[float], reference: Sequence[float]) -> lis
 
 @dataclass(frozen=True)
 class LossComparison:
-    """The largest and the root-mean-square difference of a run's losses from stock's.
-
-    `noise` and `noise_rms` are the same differences of stock with the sequences of each batch reversed; without that
-    run there is no verdict. `error` and `stock_error` are the root-mean-square differences of the run and of stock from
-    the losses of the same model in fp32. None stands for a run that is missing.
-    """
+    """The largest and the root-mean-square difference of a run's losses from stock's. `noise` and `noise_rms` are the
+    same differences of stock with the sequences of each batch reversed; without that run there is no verdict. `error`
+    and `stock_error` are the root-mean-square differences of the run and of stock from the losses of the same model in
+    fp32. None stands for a run that is missing."""
 
     steps: int
     largest: float

@@ -29,10 +29,8 @@ def read_config(fields: dict[str, Any]) -> "PretrainedConfig":
 
 
 def random_model(config: "PretrainedConfig", dtype: str, device: str | torch.device) -> "PreTrainedModel":
-    """Return a model of random weights in training mode on `device`. Set the seed before the call.
-
-    Attention is `sdpa`, or `eager` for a model type without `sdpa`.
-    """
+    """Return a model of random weights in training mode on `device`. Set the seed before the call. Attention is `sdpa`,
+    or `eager` for a model type without `sdpa`."""
     from transformers import AutoModelForCausalLM
 
     # Build on the device: a CPU needs half a minute to draw 1.2 billion random numbers.
@@ -47,11 +45,9 @@ def random_model(config: "PretrainedConfig", dtype: str, device: str | torch.dev
 
 
 def shard(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Shard `model` and `optimizer` over the ranks of this process's group, by FSDP2 of accelerate.
-
-    Each layer is a unit that frees its gathered parameters after its forward pass. Parameters, gradients and messages
-    between ranks have the dtype of the model.
-    """
+    """Shard `model` and `optimizer` over the ranks of this process's group, by FSDP2 of accelerate. Each layer is a
+    unit that frees its gathered parameters after its forward pass. Parameters, gradients and messages between ranks
+    have the dtype of the model."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
@@ -75,9 +71,7 @@ def shard(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module
 
 def add_adapters(model: Any, rank: int) -> Any:
     """Return a model of transformers with adapters on all linear layers but the head, and on the weights of experts.
-
-    They have the defaults of PEFT: fp32 if the model is in half precision, a scaling of 2, and no dropout.
-    """
+    They have the defaults of PEFT: fp32 if the model is in half precision, a scaling of 2, and no dropout."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -100,10 +94,8 @@ def expert_parameters(model: nn.Module) -> list[str]:
 
 
 def draw_adapters(model: Any, seed: int) -> None:
-    """Draw the matrix A of every adapter from `seed`, with the distribution of PEFT; B is zero.
-
-    The libraries that make adapters draw them in different orders, and some of them on the GPU.
-    """
+    """Draw the matrix A of every adapter from `seed`, with the distribution of PEFT; B is zero. The libraries that make
+    adapters draw them in different orders, and some of them on the GPU."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if ".lora_A." in name:

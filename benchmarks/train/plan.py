@@ -113,10 +113,8 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class ProviderRun:
-    """The training of one provider. With `reverse`, the sequences of each batch come in reverse order.
-
-    With a `revision`, the process imports the Tigon of that commit.
-    """
+    """The training of one provider. With `reverse`, the sequences of each batch come in reverse order. With a
+    `revision`, the process imports the Tigon of that commit."""
 
     name: str
     provider: ModelProvider
@@ -260,10 +258,8 @@ def _parse_sizes(options: TrainOptions) -> list[int]:
 
 
 def draw_lengths(options: TrainOptions) -> list[int]:
-    """Return distinct lengths of the range of the option, in random order.
-
-    `seq` is not among them, because the steps before have had this length.
-    """
+    """Return distinct lengths of the range of the option, in random order. `seq` is not among them, because the steps
+    before have had this length."""
     if options.lengths is None:
         return []
     low, _, high = options.lengths.partition("-")

@@ -52,11 +52,9 @@ def _environment(ranks: int, device: str, source: str) -> dict[str, str]:
 
 
 def run_process(job: Mapping[str, Any], log: Path, program: Sequence[str] = WORKER, source: str = "") -> dict[str, Any]:
-    """Run a job in a process of `program`, or in a group of `job["ranks"]` processes, and return its result.
-
-    The standard error goes to the file `log`, which is removed if it stays empty. The process imports Tigon from the
-    folder `source`, or the Tigon of this process if that is "".
-    """
+    """Run a job in a process of `program`, or in a group of `job["ranks"]` processes, and return its result. The
+    standard error goes to the file `log`, which is removed if it stays empty. The process imports Tigon from the folder
+    `source`, or the Tigon of this process if that is ""."""
     command, environment = worker_command(job["ranks"], program), _environment(job["ranks"], job["device"], source)
     with log.open("w", encoding="utf-8") as stderr:
         # In a session of its own: Ctrl-C reaches the parent alone, which then ends the process.
@@ -134,10 +132,8 @@ def run_job(work: Work, job: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def answer(work: Work) -> int:
-    """Call `work(job, rank)` with the job of the command line, write its result, and return the exit code.
-
-    Rank 0 writes the result of a group, and any rank an error.
-    """
+    """Call `work(job, rank)` with the job of the command line, write its result, and return the exit code. Rank 0
+    writes the result of a group, and any rank an error."""
     job = json.loads(sys.argv[1])
     rank = int(os.environ["RANK"]) if job["ranks"] > 1 else 0
     # The result goes to a copy of standard output. Everything that libraries print goes to standard error.

@@ -50,13 +50,10 @@ class UnsupportedModel(Exception):
 
 @dataclass(frozen=True)
 class ModelProvider:
-    """A way to train a model.
-
-    `base` is tigon, stock, liger, compile, unsloth or torchao, and `level` a level of memory of `tigon.patch`. If
-    `trains` is False, all weights are frozen, and a step computes only the loss and the gradients of the inputs. `fp8`
-    is the recipe of products in FP8, and `fp8_dw` says whether those of dW are among them. `graphs` and `pad_to` are
-    options of `tigon.patch`, and `mode` is that of `torch.compile`.
-    """
+    """A way to train a model. `base` is tigon, stock, liger, compile, unsloth or torchao, and `level` a level of memory
+    of `tigon.patch`. If `trains` is False, all weights are frozen, and a step computes only the loss and the gradients
+    of the inputs. `fp8` is the recipe of products in FP8, and `fp8_dw` says whether those of dW are among them.
+    `graphs` and `pad_to` are options of `tigon.patch`, and `mode` is that of `torch.compile`."""
 
     name: str
     base: str
@@ -98,9 +95,7 @@ class ModelProvider:
 
     def apply(self, model: Any, device: str) -> Any:
         """Change a model of transformers in place, before it is sharded. A provider that `loads` it does not come here.
-
-        Return the report of `tigon.patch`, or for another provider a description.
-        """
+        Return the report of `tigon.patch`, or for another provider a description."""
         if self.is_tigon:
             return self._patch(model)
         description = ""

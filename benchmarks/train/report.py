@@ -91,10 +91,8 @@ def _note(row: Measurement) -> str:
 
 
 def _main_table(rows: Sequence[Measurement]) -> Table:
-    """Return a line for each row by size, with the ratios to the stock and to the Liger that were measured.
-
-    If a peer ran with and without checkpointing, ratios are to the faster of the two.
-    """
+    """Return a line for each row by size, with the ratios to the stock and to the Liger that were measured. If a peer
+    ran with and without checkpointing, ratios are to the faster of the two."""
     best: dict[tuple[str, int, int], float] = {}
     for row in rows:
         if row.ok:

@@ -137,10 +137,8 @@ def draw_documents(path: Path, count: int, longest: int, seed: int) -> list[list
 
 
 def batches(path: Path, batch: int, seq: int, seed: int) -> Iterator[Tensor]:
-    """Yield batches of token ids without end, [batch, seq] int64, in an order that depends on the seed alone.
-
-    The text is cut into windows of `seq` tokens. All windows are drawn once before any is drawn again.
-    """
+    """Yield batches of token ids without end, [batch, seq] int64, in an order that depends on the seed alone. The text
+    is cut into windows of `seq` tokens. All windows are drawn once before any is drawn again."""
     tokens = np.load(path, mmap_mode="r")
     windows = tokens[: len(tokens) // seq * seq].reshape(-1, seq)
     if not len(windows):

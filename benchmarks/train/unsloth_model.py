@@ -42,10 +42,8 @@ def load_with_adapters(
     build_model: Callable[[], Any], config: Any, dtype: str, rank: int, quantises: bool, checkpointing: bool
 ) -> tuple[Any, str]:
     """Return the model of `build_model` with adapters, as Unsloth changes it, and a description for the report.
-
     `build_model` returns a model of transformers on the device, with its linear layers in 4 bits if `quantises`. With
-    `checkpointing`, Unsloth's own gradient checkpointing copies the inputs of layers to the host.
-    """
+    `checkpointing`, Unsloth's own gradient checkpointing copies the inputs of layers to the host."""
     from transformers import AutoModelForCausalLM
     from unsloth import FastLanguageModel
 
@@ -89,10 +87,8 @@ def load_with_adapters(
 
 
 def allow_length(model: Any, seq: int) -> None:
-    """Let the model train on sequences of `seq` tokens, which Unsloth otherwise cuts to the length at loading.
-
-    The rotary embedding is not scaled, as in the other providers. It has as many rows as the config has positions.
-    """
+    """Let the model train on sequences of `seq` tokens, which Unsloth otherwise cuts to the length at loading. The
+    rotary embedding is not scaled, as in the other providers. It has as many rows as the config has positions."""
     model.config.max_position_embeddings = max(model.config.max_position_embeddings, seq)
     for module in model.modules():
         if (longest := getattr(module, "max_seq_length", None)) is not None:

@@ -37,15 +37,13 @@ PROFILED_STEPS = 3
 
 @dataclass(frozen=True)
 class Job:
-    """A model, its data, and the steps of `batch` sequences of `seq` tokens on each rank.
-
-    `config` holds the fields of a transformers config, `tokens` is the path of a file. Each of `ranks` processes holds
-    a shard of the model; a single process holds all of it. With `reverse`, the sequences of a batch come in reverse
-    order, so that the loss is the same and its sums are taken in another order. With `lora`, only adapters of this rank
-    are trained; with `qlora`, the layers that have adapters are in 4 bits. `warmup` steps come before the timed
-    `steps`. Then the model trains a step at each of the `lengths`, which are shorter than `seq`, and a second time at
-    each. With `trl`, the SFTTrainer of TRL trains on texts of at most `seq` tokens.
-    """
+    """A model, its data, and the steps of `batch` sequences of `seq` tokens on each rank. `config` holds the fields of
+    a transformers config, `tokens` is the path of a file. Each of `ranks` processes holds a shard of the model; a
+    single process holds all of it. With `reverse`, the sequences of a batch come in reverse order, so that the loss is
+    the same and its sums are taken in another order. With `lora`, only adapters of this rank are trained; with `qlora`,
+    the layers that have adapters are in 4 bits. `warmup` steps come before the timed `steps`. Then the model trains a
+    step at each of the `lengths`, which are shorter than `seq`, and a second time at each. With `trl`, the SFTTrainer
+    of TRL trains on texts of at most `seq` tokens."""
 
     provider: str
     config: dict[str, Any]
@@ -111,10 +109,8 @@ class StepMeter:
         return [end - start for start, end in pairs]
 
     def peaks(self) -> tuple[int | None, int | None]:
-        """Return the peaks of allocated and of reserved bytes.
-
-        On a CPU, return the bytes of the state plus the growth of the process, if the system reports it, and None.
-        """
+        """Return the peaks of allocated and of reserved bytes. On a CPU, return the bytes of the state plus the growth
+        of the process, if the system reports it, and None."""
         if self._on_gpu:
             return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
         growth = self._resident.growth()

@@ -8,10 +8,8 @@ from tigon.ops.adapters.lora import lora_linear_reference
 
 
 def _layer(make: InputMaker) -> Inputs:
-    """Make x, a frozen weight, and an adapter in fp32, the dtype of PEFT's adapters of a model in half precision.
-
-    In fp64 the adapter has the dtype of x: there the tests compute exact results.
-    """
+    """Make x, a frozen weight, and an adapter in fp32, the dtype of PEFT's adapters of a model in half precision. In
+    fp64 the adapter has the dtype of x: there the tests compute exact results."""
     tokens, inputs, outputs, rank = make.sizes
     adapter_dtype = torch.float64 if make.dtype == torch.float64 else torch.float32
     x, weight = make.normal(tokens, inputs), make.normal(outputs, inputs).mul_(inputs**-0.5)

@@ -19,11 +19,9 @@ LABELLED = IGNORED | {"labels": True}
 
 
 def _distributions(student_scale: Scale, teacher_scale: Scale) -> Callable[[InputMaker], Inputs]:
-    """Return the function that makes a student's and its teacher's distributions over the vocabulary.
-
-    The option `from_logits` makes both logits, and `log_target` makes the teacher's log-probabilities. Form: with
-    `labels` also the labels of the tokens.
-    """
+    """Return the function that makes a student's and its teacher's distributions over the vocabulary. The option
+    `from_logits` makes both logits, and `log_target` makes the teacher's log-probabilities. Form: with `labels` also
+    the labels of the tokens."""
 
     def make_inputs(make: InputMaker) -> Inputs:
         t, v = make.sizes

@@ -24,11 +24,9 @@ FP32_ROUTER = {"router_dtype": torch.float32}
 
 
 def _moe_mlp(make: InputMaker) -> Inputs:
-    """Make the inputs of the experts.
-
-    Form: the weights of the router have the dtype `router_dtype` (that of x by default); with `biases` both projections
-    have one. With `skewed` the experts are drawn without replacement, expert e with the weight (e + 1)^-skewed.
-    """
+    """Make the inputs of the experts. Form: the weights of the router have the dtype `router_dtype` (that of x by
+    default); with `biases` both projections have one. With `skewed` the experts are drawn without replacement, expert e
+    with the weight (e + 1)^-skewed."""
     t, h, experts, i, k = make.sizes
     x, upstream = make.normal(t, h), make.normal(t, h)
     width = i if make.options.get("activation") == "relu2" else 2 * i
@@ -49,10 +47,8 @@ def _moe_mlp(make: InputMaker) -> Inputs:
 
 
 def _lora_moe_mlp(make: InputMaker) -> Inputs:
-    """Make the inputs of frozen experts with adapters in fp32, as PEFT keeps them: in B the experts are adjacent.
-
-    In fp64 the adapters have the dtype of x: there the tests compute exact results.
-    """
+    """Make the inputs of frozen experts with adapters in fp32, as PEFT keeps them: in B the experts are adjacent. In
+    fp64 the adapters have the dtype of x: there the tests compute exact results."""
     t, h, experts, i, k, rank = make.sizes
     sizes = t, h, experts, i, k
     base = _moe_mlp(InputMaker(sizes, make.dtype, make.device, make.generator, make.options, make.form))

@@ -56,10 +56,8 @@ def _linear_loss_reference(
 
 
 def _linear_log_probs(make: InputMaker) -> Inputs:
-    """Make hidden states, the weight of the head, targets and upstream gradients.
-
-    form: with `bias` also the bias of the head, with `extra_targets` this number of further targets of each token.
-    """
+    """Make hidden states, the weight of the head, targets and upstream gradients. form: with `bias` also the bias of
+    the head, with `extra_targets` this number of further targets of each token."""
     t, _, v = make.sizes
     names = {"input": "hidden", "linear_weight": "weight", "target": "targets", "linear_bias": "bias"}
     tensors = {names[name]: x for name, x in head_inputs(make, *make.sizes).items()}
@@ -72,10 +70,8 @@ def _linear_log_probs(make: InputMaker) -> Inputs:
 
 
 def _linear_distillation(make: InputMaker) -> Inputs:
-    """Make the hidden states and heads of a student and of its teacher, which are as wide, and targets.
-
-    form: with `bias` also the biases. With `top_k` the teacher is this number of log-probabilities of each token.
-    """
+    """Make the hidden states and heads of a student and of its teacher, which are as wide, and targets. form: with
+    `bias` also the biases. With `top_k` the teacher is this number of log-probabilities of each token."""
     t, h, v = make.sizes
     names = {"input": "hidden", "linear_weight": "weight", "target": "targets", "linear_bias": "bias"}
     tensors = {names[name]: x for name, x in head_inputs(make, t, h, v).items()}
@@ -109,11 +105,9 @@ def _call_distillation(function: Callable[..., Any], *tensors: Tensor, **options
 
 
 def head_flops(case: Case, names: tuple[str, str], more_products: int = 0, recomputes: bool = False) -> int:
-    """Count the operations of the products of the valid tokens, with the shape (.., H, V).
-
-    There is one product for the logits, one for the gradient of each of `names`, `more_products` for the logits of
-    other models, and one more if backward recomputes the logits.
-    """
+    """Count the operations of the products of the valid tokens, with the shape (.., H, V). There is one product for the
+    logits, one for the gradient of each of `names`, `more_products` for the logits of other models, and one more if
+    backward recomputes the logits."""
     *tokens, h, v = case.shape
     gradients = 0 if case.no_grad else len(set(names) - set(case.frozen))
     products = 1 + more_products + gradients + (recomputes and bool(gradients))

@@ -21,11 +21,9 @@ SPREAD = 2.0
 
 @dataclass
 class Inputs:
-    """The arguments of one forward pass, and the gradients that its backward pass starts from.
-
-    `tensors` are the op's tensor arguments by name, in the order of its signature; those that require a gradient get
-    one. `upstream` has a gradient for each output. It is empty if the first output is a scalar loss.
-    """
+    """The arguments of one forward pass, and the gradients that its backward pass starts from. `tensors` are the op's
+    tensor arguments by name, in the order of its signature; those that require a gradient get one. `upstream` has a
+    gradient for each output. It is empty if the first output is a scalar loss."""
 
     tensors: dict[str, Tensor]
     upstream: tuple[Tensor, ...] = ()
@@ -49,10 +47,8 @@ class Inputs:
         return Inputs(tensors, tuple(change("upstream", gradient) for gradient in self.upstream))
 
     def fingerprints(self) -> dict[str, int]:
-        """Return a checksum of each tensor, which shows whether a call has overwritten it and costs no memory.
-
-        The checksum is the sum of the tensor's storage, read as 16-bit integers.
-        """
+        """Return a checksum of each tensor, which shows whether a call has overwritten it and costs no memory. The
+        checksum is the sum of the tensor's storage, read as 16-bit integers."""
         bits = lambda x: torch.empty(0, dtype=torch.int16, device=x.device).set_(x.untyped_storage())
         total = lambda x: int(bits(x).sum(dtype=torch.int64))
         return {name: total(x) for name, x in self.tensors.items()} | {
@@ -62,12 +58,10 @@ class Inputs:
 
 @dataclass(frozen=True)
 class InputMaker:
-    """Draws the tensors of an op for given sizes, dtype and device.
-
-    `options` are the op's keyword arguments, on which the inputs may depend. `form` says what the inputs look like
-    beyond sizes and options: `ignored` is the share of the targets that are -100, and each function that makes inputs
-    documents its own keys. Without a generator all tensors are zeros, because the compiler reads no values.
-    """
+    """Draws the tensors of an op for given sizes, dtype and device. `options` are the op's keyword arguments, on which
+    the inputs may depend. `form` says what the inputs look like beyond sizes and options: `ignored` is the share of the
+    targets that are -100, and each function that makes inputs documents its own keys. Without a generator all tensors
+    are zeros, because the compiler reads no values."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype

@@ -36,11 +36,9 @@ def _angles(make: InputMaker, b: int, s: int, r: int) -> Tensor:
 
 
 def _rope(make: InputMaker) -> Inputs:
-    """Make q, k and the tables.
-
-    Form: `rotated` features of each head are rotated (all by default); `unequal_angles` draws every angle; `complex`
-    takes the tables from the real and the imaginary parts of complex numbers, without a copy.
-    """
+    """Make q, k and the tables. Form: `rotated` features of each head are rotated (all by default); `unequal_angles`
+    draws every angle; `complex` takes the tables from the real and the imaginary parts of complex numbers, without a
+    copy."""
     b, s, query_heads, key_heads, d = make.sizes
     # Projections store (B, S, heads, D) and attention reads (B, heads, S, D); gradients have that layout too.
     heads = lambda count: make.normal(b, s, count, d).transpose(1, 2)

@@ -21,11 +21,9 @@ MORE = ("more",)
 
 @dataclass(frozen=True)
 class Variant:
-    """An op with some options at some sizes, for the tests or for the compiler.
-
-    Its full name is that of the op followed by `name`. `form` says what the inputs look like beyond sizes and options.
-    An option that has the name of a tensor, as in `{"weight": None}`, replaces this tensor.
-    """
+    """An op with some options at some sizes, for the tests or for the compiler. Its full name is that of the op
+    followed by `name`. `form` says what the inputs look like beyond sizes and options. An option that has the name of a
+    tensor, as in `{"weight": None}`, replaces this tensor."""
 
     name: str
     sizes: tuple[int, ...]
@@ -39,12 +37,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """An op at the shape of a model, for the benchmark. `OPS` of `benchmarks.ops.cases` sets the op.
-
-    `options` are the op's keyword arguments; `ignored` is the share of targets that are -100; `frozen` names inputs
-    that get no gradient. With `no_grad` no input gets one, and the forward pass alone is measured. `skewed` is the
-    exponent of Zipf's law by which tokens choose experts: expert e has the weight (e + 1)^-skewed.
-    """
+    """An op at the shape of a model, for the benchmark. `OPS` of `benchmarks.ops.cases` sets the op. `options` are the
+    op's keyword arguments; `ignored` is the share of targets that are -100; `frozen` names inputs that get no gradient.
+    With `no_grad` no input gets one, and the forward pass alone is measured. `skewed` is the exponent of Zipf's law by
+    which tokens choose experts: expert e has the weight (e + 1)^-skewed."""
 
     model: str
     shape: tuple[int, ...]

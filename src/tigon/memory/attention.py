@@ -143,24 +143,15 @@ _block = _Block()
 
 
 def run_attention(name: Any, call: Callable[[], Any]) -> Any:
-    """Return `call()`, or the saved results of the first run. For attention that is no operator of torch.
-
-    Args:
-        name: A value that both runs of a layer pass for the same attention. Values are compared by ==.
-        call: The function that computes a tuple of tensors. It draws no random numbers.
-    """
+    """Return `call()`, or its results that the first run saved, for attention that is no operator of torch. Both runs
+    pass an equal name. `call` returns a tuple of tensors and draws no random numbers."""
     return call() if _block.mode is None else _block.mode.run(name, call, True)
 
 
 class AttentionOutputs:
-    """A function that calls a layer for a checkpoint. The first call saves the outputs of attention for the second.
-
-    Args:
-        function: The function that calls the layer.
-        layers: The object that is told what the layer, which has the number `index`, has saved.
-        save: A function that returns an object to save in place of a tensor, with a method `unpack`; None to save the
-            tensor itself.
-    """
+    """A call of layer `index` for a checkpoint. The first run saves the outputs of attention for the second, each as
+    `save(tensor)`, which has a method `unpack`, or as the tensor itself if `save` is None. `layers` is told what was
+    saved."""
 
     def __init__(
         self, function: Callable, layers: "LayerAttention", index: int, save: Callable[[Tensor], Any] | None = None
@@ -220,14 +211,7 @@ class AttentionOutputs:
 
 
 class _SavedCall:
-    """The saved outputs of one call of attention.
-
-    Args:
-        name: The operator and the form of its arguments.
-        results: The tensor, or the sequence of tensors and other values, that the call has returned.
-        save: A function that returns an object to save in place of a tensor, with a method `unpack`; None to save the
-            tensor itself.
-    """
+    """The saved outputs of one call of attention, whose name holds the operator and the form of its arguments."""
 
     def __init__(self, name: Any, results: Any, save: Callable[[Tensor], Any] | None) -> None:
         self.name = name
@@ -278,14 +262,9 @@ class _SavedCall:
 
 
 class LayerAttention:
-    """The layers of a stack that save the outputs of attention.
-
-    Args:
-        layers: The number of layers, up to the last checkpointed one, that save them; None for all layers. The last
-            ones are chosen, because backward frees their outputs before the gradients of the others exist.
-        checkpointed: The number of layers, from the first one on, that are checkpointed.
-        warns: Whether to warn if no layer saves any.
-    """
+    """The layers of a stack that save the outputs of attention: the last `layers` of those that are checkpointed (None:
+    all), because backward frees these outputs before the gradients of the others exist. With `warns`, it warns once if
+    no layer saves any."""
 
     def __init__(self, layers: int | None = None, checkpointed: int = 0, warns: bool = False) -> None:
         self.layers, self.checkpointed, self.warns = layers, checkpointed, warns

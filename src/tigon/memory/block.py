@@ -13,10 +13,8 @@ from tigon.runtime.compat.autograd import CastBackward, storage_id
 
 
 class _LiveTensor:
-    """A live tensor, its version, and the source of its values.
-
-    The source is a recomputation, of which the tensor is result `index`, or a packed tensor.
-    """
+    """A live tensor, its version, and the source of its values: a packed tensor, or a recomputation with this result
+    `index`."""
 
     __slots__ = ("index", "node", "ref", "source", "version")
 
@@ -76,10 +74,8 @@ class Block:
                 self.add(y, recomputation, i)
 
     def call(self, module: nn.Module, x: Tensor) -> Any:
-        """Return `module(x)`, and recompute it in backward by the same call if that call gives the same values.
-
-        Otherwise, or if the call has side effects, the result is saved for backward.
-        """
+        """Return `module(x)`, and recompute it in backward if a second call gives the same values and has no side
+        effects."""
         watch = CallWatch.of(module, x, self.reachable_states)
         y = module(x)
         if watch is None or type(y) is not Tensor or not watch.may_repeat(x):
@@ -101,10 +97,8 @@ class Block:
         return match is not None and type(match[0].source) is Recomputation
 
     def find_cast(self, t: Tensor) -> tuple[_LiveTensor, Tensor] | None:
-        """Return the same as `find` if `t`, which autograd computed by a cast, is a cast of a result or a view of one.
-
-        The cast then becomes a result that can be recomputed.
-        """
+        """Return the same as `find` for a `t` that autograd computed as a cast of a result or of a view; the cast is
+        then one too."""
         base = t if t._base is None else t._base
         node = base.grad_fn
         if node is None or base._version or not _is_whole(base):

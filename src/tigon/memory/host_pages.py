@@ -83,12 +83,8 @@ def _allocate(nbytes: int, is_pinned: bool) -> Tensor:
 
 
 class HostPages:
-    """A pool of pages of host memory. Several threads may use it.
-
-    Args:
-        page: The bytes of a page, a power of two.
-        is_pinned: Whether the memory is page-locked, so that copies do not make the host wait.
-    """
+    """A pool of pages of host memory, of a power of two bytes each, for several threads. Pinned pages do not let the
+    host wait."""
 
     def __init__(self, page: int, is_pinned: bool = True) -> None:
         self.page, self.is_pinned = page, is_pinned

@@ -42,17 +42,9 @@ def _future_gradient_bytes(layers: Iterable[nn.Module], device: torch.device) ->
 
 
 class LayerInputs:
-    """The inputs of the layers of a stack, and their outputs of attention.
-
-    Each forward pass begins with the first layer.
-
-    Args:
-        on_host: The number of layers, from the first one on, whose tensors move to the host. If it is None, all layers
-            move theirs but the last ones, whose tensors stay because the peak memory does not grow.
-        checkpointed: The number of layers, from the first one on, that may save their input here. The layers after
-            these save more than their input.
-        has_outputs: Whether layers also save outputs of attention here.
-    """
+    """The inputs of the layers of a stack and, with `has_outputs`, their outputs of attention. The first `on_host`
+    layers move them to the host; None moves those of all layers but the last ones, whose tensors do not raise the peak
+    memory. Layers after the first `checkpointed` ones save more than their input, and never move it."""
 
     def __init__(self, on_host: int | None = None, checkpointed: int = 0, has_outputs: bool = False) -> None:
         self.on_host, self.checkpointed, self.has_outputs = on_host, checkpointed, has_outputs
@@ -105,11 +97,8 @@ class LayerInputs:
         return self.offloader.save(t) if is_large and self.offloader is not None else None
 
     def leave_layer(self, index: int) -> None:
-        """End the previous layer: free its tensors that were copied. Layer `index` is called next.
-
-        Raises:
-            RuntimeError: The host has too little memory for the outputs of attention.
-        """
+        """Free the tensors of the previous layer that were copied. Layer `index` is called next. Too little host memory
+        for the outputs of attention raises a RuntimeError."""
         if self.offloader is not None:
             self.offloader.free_copied()
             if index <= self.current:
@@ -120,10 +109,8 @@ class LayerInputs:
         self.current = index
 
     def _moves(self, x: Any) -> bool:
-        """Return whether the input of a layer is saved here.
-
-        Hooks around the layer receive what it saves, so these hooks decide where its input is.
-        """
+        """Return whether the input of a layer is saved here. Hooks around the layer receive what it saves, so these
+        hooks decide where its input is."""
         return (
             type(x) is Tensor
             and torch.is_grad_enabled()
@@ -134,11 +121,8 @@ class LayerInputs:
         )
 
     def _begin(self, x: Tensor) -> Offloader:
-        """Begin a forward pass, whose layers have inputs of the size of `x`.
-
-        Raises:
-            RuntimeError: The host has too little memory.
-        """
+        """Begin a forward pass, whose layers have inputs of the size of `x`. Too little host memory raises a
+        RuntimeError."""
         if self.pages is None:
             self.pages = HostPages(PAGE, is_pinned=x.is_cuda)
         layers = sorted(self.layers.items())
@@ -159,11 +143,8 @@ class LayerInputs:
         return self.candidates - min(self.candidates, self.gradient_bytes // (sum(self.sizes) + expected))
 
     def _reserve(self) -> None:
-        """Let the pool grow for the known tensors of each layer that has not moved its tensors yet.
-
-        Raises:
-            RuntimeError: The host has too little memory.
-        """
+        """Let the pool grow for the known tensors of each layer that has not moved its tensors yet, or raise a
+        RuntimeError."""
         pages, count = self.pages, self._count() - self.moved
         if pages is None or self.is_simulated or count <= 0:
             return

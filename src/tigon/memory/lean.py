@@ -65,10 +65,8 @@ def recomputes_mlp() -> bool:
 
 
 def recomputes_large_mlp() -> bool:
-    """Return whether backward recomputes gate and up of an MLP that is computed in tiles of tokens.
-
-    It does in a block of `lean(mlp=True)`, and in a block of `recompute_large_mlps`.
-    """
+    """Return whether backward recomputes gate and up of an MLP in tiles: in `lean(mlp=True)` and
+    `recompute_large_mlps`."""
     if not _open_blocks or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
     return (block := _block()) is not None and (block.mlp or block.large_mlps)
@@ -94,11 +92,8 @@ def share_reachable_states(states: ReachableStates) -> None:
 
 
 def in_checkpoint() -> bool:
-    """Return whether this call is in a region of non-reentrant `torch.utils.checkpoint`.
-
-    Backward recomputes such a region up to the last operator that saves a tensor. A product inside an autograd node
-    therefore runs twice there.
-    """
+    """Return whether this call is in a region of non-reentrant `torch.utils.checkpoint`. Backward recomputes such a
+    region up to the last operator that saves a tensor. A product inside an autograd node therefore runs twice there."""
     hooks = None if torch.compiler.is_compiling() else saved_tensor_hooks(True)
     return hooks is not None and is_checkpoint_hook(hooks[0])
 
@@ -110,11 +105,8 @@ def is_checkpoint_recomputation() -> bool:
 
 
 def is_saved_only_by_this_op() -> bool:
-    """Return whether the tensors that an op saves here are saved only for this op.
-
-    That is true without saved-tensor hooks, in the first run of a checkpoint, and in a block of `lean` that has no
-    saved-tensor hooks around it.
-    """
+    """Return whether the tensors that an op saves here are saved only for this op. That is true without saved-tensor
+    hooks, in the first run of a checkpoint, and in a block of `lean` that has no saved-tensor hooks around it."""
     if torch.compiler.is_compiling():
         return False
     if (hooks := saved_tensor_hooks(True)) is None:
@@ -146,11 +138,9 @@ _checkpoint_in_graph = functools.partial(
 
 
 def recomputed_by_call(function: Callable | None = None, *, inputs: int = 0) -> Callable:
-    """Decorate a function of an op whose results are recomputed by a call with the same positional arguments.
-
-    Results are recomputed only if each of the first `inputs` arguments is recomputed itself, or None. This is for an op
-    that does not save these arguments for its own backward.
-    """
+    """Decorate a function of an op whose results are recomputed by a call with the same positional arguments. Results
+    are recomputed only if each of the first `inputs` arguments is recomputed itself, or None. This is for an op that
+    does not save these arguments for its own backward."""
     if function is None:
         return functools.partial(recomputed_by_call, inputs=inputs)
 
@@ -174,22 +164,18 @@ def recomputed_by_call(function: Callable | None = None, *, inputs: int = 0) -> 
 
 
 def call_projection(module: nn.Module, x: Tensor) -> Any:
-    """Return `module(x)` for a gate or up projection. Backward recomputes it if `recomputes_mlp()` is true.
-
-    Backward does not recompute it if a second call might give other values or have side effects. That is so for a
-    module that draws random numbers or writes its buffers, and for a module with hooks that do not only shard it.
-    """
+    """Return `module(x)` for a gate or up projection. Backward recomputes it if `recomputes_mlp()` is true. Backward
+    does not recompute it if a second call might give other values or have side effects. That is so for a module that
+    draws random numbers or writes its buffers, and for a module with hooks that do not only shard it."""
     is_recomputed = recomputes_mlp() and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     block = _block() if is_recomputed else None
     return module(x) if block is None else block.call(module, x)
 
 
 def call_mlp_region(function: Callable, *args: Any) -> Any:
-    """Return `function(*args)`, the part of an MLP before its last product. It calls `call_projection`.
-
-    Under torch.compile, backward recomputes the function as one region of the graph, because the partitioner saves
-    every tensor that one region reads from another.
-    """
+    """Return `function(*args)`, the part of an MLP before its last product. It calls `call_projection`. Under
+    torch.compile, backward recomputes the function as one region of the graph, because the partitioner saves every
+    tensor that one region reads from another."""
     global _is_in_region
     if not (torch.compiler.is_compiling() and _open_mlp_blocks and torch.is_grad_enabled()):
         return function(*args)

@@ -125,11 +125,7 @@ def parse_memory(name: Any) -> Memory | None:
 
 
 def check_memory(op: str, memory: Any) -> Memory:
-    """Return the level that a caller of `op` requests by its name or as a value.
-
-    Raises:
-        ValueError: There is no such level.
-    """
+    """Return the level that a caller of `op` requests by its name or as a value, or raise a ValueError."""
     level = parse_memory(memory)
     if level is None:
         raise ValueError(f"{op}: memory must be one of {LEVEL_NAMES}, got {memory!r}")

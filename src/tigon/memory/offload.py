@@ -27,10 +27,8 @@ ALIGNMENT = 512
 
 
 def can_offload(device: torch.device) -> bool:
-    """Return whether saved tensors can move from a device to the host.
-
-    They can on a GPU that captures no CUDA graph now, and on a simulated device.
-    """
+    """Return whether saved tensors can move from a device to the host: a simulated one, or a GPU that captures no graph
+    now."""
     if simulation_of(device) is not None:
         return True
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
@@ -64,9 +62,7 @@ def _copy_out(source: Tensor, pages: HostPages, stream: torch.cuda.Stream | None
 
 def _copy_back(source: Any, device: torch.device, stream: torch.cuda.Stream | None) -> tuple[Tensor, Any]:
     """Copy bytes to the device, after the work queued on `stream`. Return the copy, and the event that marks its end.
-
-    The source is pages of a pool, or a meta tensor on a simulated device.
-    """
+    The source is pages of a pool, or a meta tensor on a simulated device."""
     copy = torch.empty(source.nbytes, dtype=torch.uint8, device=device)
     if (simulation := simulation_of(device)) is not None:
         simulation.count_copy(copy, 0)
@@ -100,12 +96,10 @@ def byte_range(t: Tensor) -> tuple[int, int]:
 
 
 class OffloadedTensor:
-    """The object that is saved in place of a tensor. `device_data` or `host_data` holds its bytes, or both do.
-
-    At first only `device_data` does: it is the memory of the saved tensor. `copy_out` copies it to `host_data`, and
+    """The object that is saved in place of a tensor. `device_data` or `host_data` holds its bytes, or both do. At first
+    only `device_data` does: it is the memory of the saved tensor. `copy_out` copies it to `host_data`, and
     `free_device_data` frees it. `copy_back` fills new device memory from `host_data`, which `unpack` frees again.
-    `host_data` stays for a later backward pass. A tensor that is never copied out stays on the device.
-    """
+    `host_data` stays for a later backward pass. A tensor that is never copied out stays on the device."""
 
     def __init__(self, offloader: "Offloader", t: Tensor) -> None:
         self.offloader, self.layer = offloader, offloader.layer
@@ -224,10 +218,8 @@ class Offloader:
         self.layer, self.moves, self.sizes = layer, moves, []
 
     def save(self, t: Tensor) -> OffloadedTensor | None:
-        """Return the object that is saved in place of a tensor of the current layer.
-
-        It is None for a tensor that stays on the device: a parameter, or an empty, complex or negated tensor.
-        """
+        """Return the object that is saved in place of a tensor of the current layer; None for a parameter, or an empty,
+        complex or negated tensor, which stays on the device."""
         if t.numel() == 0 or t.dtype.is_complex or t.is_neg() or is_weight(t):
             return None
         with torch.no_grad(), self.lock:
@@ -242,10 +234,8 @@ class Offloader:
             return tensor
 
     def prefetch_before(self, tensor: OffloadedTensor) -> None:
-        """Copy back the other tensors of this layer, and those of the layer before.
-
-        If the tensors of the layer before are on the device, copy no others: backward does not need them yet.
-        """
+        """Copy back the other tensors of this layer, and those of the layer before, unless they are on the device
+        already."""
         if (stream := stream_of(tensor.device)) != tensor.stream:
             return
         current_backward = backward_id()

@@ -24,12 +24,10 @@ def _autocast(device: torch.device) -> torch.dtype | None:
 
 
 class Recomputation:
-    """A call that recomputes its results in backward. All autograd nodes that saved one of the results share it.
-
-    In a process group, the constructor copies tensors of one dimension, which are the parameters of norms. Engines that
+    """A call that recomputes its results in backward. All autograd nodes that saved one of the results share it. In a
+    process group, the constructor copies tensors of one dimension, which are the parameters of norms. Engines that
     shard a model free these parameters between forward and backward, and gather them only for the backward of the
-    module that holds them.
-    """
+    module that holds them."""
 
     __slots__ = (
         "arg_versions", "args", "autocast", "device", "function", "generations", "pending", "saved_args", "savers",

@@ -48,19 +48,15 @@ def find_unrepeatable_hook(module: nn.Module) -> str | None:
 
 
 def _may_run_other_code(module: nn.Module) -> bool:
-    """Return whether the call of a module was replaced, or has hooks that may do more than gather parameters.
-
-    Such code must run once for each call of the model.
-    """
+    """Return whether a module has another call, or hooks that do more than gather parameters and must run once for each
+    call."""
     is_replaced = any_global_hook() or not calls_are_stock(module)
     return is_replaced or any(find_unrepeatable_hook(m) is not None for m in module.modules())
 
 
 def _read_call_state(module: nn.Module, x: Tensor) -> tuple | None:
-    """Return state that a call changes if it draws random numbers, as dropout does, or writes its input or a buffer.
-
-    Return None if this state cannot be read. Backward does not repeat the call then.
-    """
+    """Return state that a call changes if it draws random numbers or writes its input or a buffer; None if it cannot be
+    read, so that backward does not repeat the call."""
     if _is_plain(module):
         return x._version, (), None
     generator_state: int | Tensor
@@ -152,11 +148,9 @@ def _code_names(code: CodeType) -> Iterator[str]:
 
 @cached_weakly
 def _setting_names(cls: type[nn.Module]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names in the code of a module's class and of its bases, without the names that every module has.
-
-    The second set contains those names that have a plain value in the class itself. Attributes with other names are
-    ignored, because engines store counters on modules, and no function of the class reads these.
-    """
+    """Return the names in the code of a module's class and of its bases, without the names that every module has. The
+    second set contains those names that have a plain value in the class itself. Attributes with other names are
+    ignored, because engines store counters on modules, and no function of the class reads these."""
     names: set[str] = {"training"}
     for base in cls.__mro__:
         if base in nn.Module.__mro__:
@@ -174,11 +168,8 @@ def _layout(x: Tensor) -> tuple:
 
 
 class _TensorState:
-    """A weak reference to a tensor that a call reads, and the version of the tensor.
-
-    A view is identified by its base, shape, strides and offset, because FSDP creates new views of its flat parameter
-    for backward.
-    """
+    """A weak reference to a tensor that a call reads, and the version of the tensor. A view is identified by its base,
+    shape, strides and offset, because FSDP creates new views of its flat parameter for backward."""
 
     __slots__ = ("base", "layout", "ref", "version")
 
@@ -276,11 +267,8 @@ def _changes(before: _State, module: nn.Module) -> Iterator[str]:
 
 
 class RepeatedCall:
-    """The call `module(x)` of the forward pass, which backward repeats.
-
-    Raises:
-        RuntimeError: The state that the call reads has changed since the forward pass.
-    """
+    """The call `module(x)` of the forward pass, which backward repeats, or an error if the state that it reads has
+    changed."""
 
     __slots__ = ("is_stock", "module", "reachable_state", "state")
 

@@ -28,15 +28,9 @@ FindCache = Callable[[Sequence[Tensor], Sequence[int | None]], WeightCache | Non
 
 
 class Fp8Weight(FrozenWeight):
-    """A frozen weight [O, I] whose products run in FP8.
-
-    Args:
-        weight: The weight.
-        options: The options of the products.
-        find_cache: `find_cache(weights, merges)` returns the cache for a group of weights that begins with this one,
-            from the weights and from their `merges`. Without this function, each call quantises the group.
-        merges: A number that is different after a merge of adapters into the weight; None if there are no adapters.
-    """
+    """A frozen weight [O, I] whose products run in FP8. `find_cache(weights, merges)` returns the cache of a group of
+    weights that begins with this one; without it, each call quantises the group. `merges` is a number that is different
+    after a merge of adapters into the weight, or None without adapters."""
 
     def __init__(
         self, weight: Tensor, options: Fp8Options, find_cache: FindCache | None, merges: int | None = None
@@ -87,11 +81,9 @@ class Fp8Group:
 
 
 class Fp8Operand:
-    """One side of the FP8 products of a group, not yet quantised: x [T, I], or the gradients [T, O_i] side by side.
-
-    The parts are the gradients by the indices of their layers, of which some may be missing, or x with the key 0.
-    `maximum` [1] holds the bits of the largest absolute value of all parts, if a kernel of the node has found it.
-    """
+    """One side of the FP8 products of a group, not yet quantised: x [T, I], or the gradients [T, O_i] side by side. The
+    parts are the gradients by the indices of their layers, of which some may be missing, or x with the key 0. `maximum`
+    [1] holds the bits of the largest absolute value of all parts, if a kernel of the node has found it."""
 
     def __init__(self, group: Fp8Group, parts: Mapping[int, Tensor], layout: Layout, maximum: Tensor | None) -> None:
         self.group, self.parts, self.layout = group, parts, layout
@@ -100,11 +92,9 @@ class Fp8Operand:
         self.has_passes = False
 
     def fused_passes(self, read_indices: Collection[int]) -> dict[int, FusedPass]:
-        """Return the fused passes for the kernels that read the parts `read_indices`, by the index of the part.
-
-        Exactly one kernel must do the pass of each index before the products are computed. The result is empty if not
-        all parts are present and read by kernels that quantise.
-        """
+        """Return the fused passes for the kernels that read the parts `read_indices`, by the index of the part. Exactly
+        one kernel must do the pass of each index before the products are computed. The result is empty if not all parts
+        are present and read by kernels that quantise."""
         assert not self.has_passes, "each operand has its passes done once"
         some_part = next(iter(self.parts.values()))
         is_whole = not self.layout.by_columns or len(self.parts) == len(self.group.indices)

@@ -108,10 +108,8 @@ def count_terms(a: Tensor) -> int:
 def split_experts(
     first: Tensor, others: Sequence[Tensor] = (), factors: Sequence[float] | None = None, terms: int = 2
 ) -> Tensor:
-    """Return the factor of factor_j a_j [E, r_j, N], stacked by ranks. The strides of a_j are any.
-
-    The result has at most `terms` bf16 terms, [terms, E, R, N]. It is `first` itself if kernels can read it directly.
-    """
+    """Return the factor of factor_j a_j [E, r_j, N] of any strides, stacked by ranks: `first` itself if kernels can
+    read it directly, or at most `terms` bf16 terms [terms, E, R, N]."""
     tensors = first, *others
     factors = factors or [1.0] * len(tensors)
     experts, rank, n = first.shape
@@ -140,11 +138,9 @@ def empty_grouped_hidden(like: Tensor, rows: int, rank: int) -> Tensor:
 def grouped_project(
     z: Tensor, a: Tensor, routing: Routing, gathers: bool, weights: Tensor | None = None, copy: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the terms of h = z A^T and of w h, [S, 2, R], for the factor A. Without `weights`, w h is None.
-
-    z is [S, N], or [T, N] if `gathers` is True. w[s] is the weight of the row's choice in `weights` [T, K]. The sorted
-    rows of z are also written to `copy` [S, N]. Rows that belong to no expert are not written.
-    """
+    """Return the terms of h = z A^T and of w h, [S, 2, R], for the factor A. Without `weights`, w h is None. z is [S,
+    N], or [T, N] if `gathers` is True. w[s] is the weight of the row's choice in `weights` [T, K]. The sorted rows of z
+    are also written to `copy` [S, N]. Rows that belong to no expert are not written."""
     experts, r, n = a.shape[-3:]
     config = GroupedLowRankConfig.choose(GroupedLowRankProblem("project", r, TERMS[z.dtype]), device_of(z))
     block_r = rank_block(r)
@@ -174,10 +170,7 @@ def spread_and_project(x: Tensor, a: Tensor, routing: Routing) -> tuple[Tensor, 
 
 @on_device
 def grouped_expand(h: Tensor, b: Tensor, out: Tensor, routing: Routing) -> None:
-    """Add h B to out [S, N], for the terms of h [S, 2, R] and the factor B [E, R, N]. The rows of `out` are dense.
-
-    `out` may be a result of `grouped_mm`, which puts unused elements between rows to align them.
-    """
+    """Add h B to out [S, N], whose rows may have gaps, for the terms of h [S, 2, R] and the factor B [E, R, N]."""
     experts, r, n = b.shape[-3:]
     config = GroupedLowRankConfig.choose(GroupedLowRankProblem("expand", r, TERMS[out.dtype]), device_of(out))
     part_length = config.block_n * EXPAND_BLOCKS
@@ -198,11 +191,9 @@ def grouped_expand(h: Tensor, b: Tensor, out: Tensor, routing: Routing) -> None:
 def grouped_sums(
     z: Tensor, h: Tensor, column: int, out: Tensor, routing: Routing, gathers: bool, factor: float = 1.0
 ) -> Tensor:
-    """Write factor * (sum over the rows of each expert of z^T h) to out [E, r, N] of any strides, and return `out`.
-
-    z is [S, N], or [T, N] if `gathers` is True. `h` holds the terms [S, 2, R], of which the r columns from `column` on
-    are used.
-    """
+    """Write factor * (sum over the rows of each expert of z^T h) to out [E, r, N] of any strides, and return `out`. z
+    is [S, N], or [T, N] if `gathers` is True. `h` holds the terms [S, 2, R], of which the r columns from `column` on
+    are used."""
     experts, rank, n = out.shape
     # The experts of PEFT's B are adjacent in memory. A program holds the sums of one expert, so it would store each
     # value in a memory transaction of its own: 38 to 47 us of 85 and 109 us on an H200. A copy takes about 6 us.
@@ -228,10 +219,8 @@ def grouped_sums(
 
 
 def _split(a: Tensor, out: Tensor, strides: tuple[int, int, int, int], factor: float, first: int, terms: int) -> None:
-    """Write the terms of factor * a [E, r, N] to `out`, or `a` itself if `terms` is 0.
-
-    The strides of `out` are those of experts, ranks, features and terms. The ranks begin at `first`.
-    """
+    """Write the terms of factor * a [E, r, N] to `out`, or `a` itself if `terms` is 0. The strides of `out` are those
+    of experts, ranks, features and terms. The ranks begin at `first`."""
     experts, rank, n = a.shape
     launch(
         split_experts_kernel, rank * cdiv(experts, SPLIT_BLOCK_E) * cdiv(n, SPLIT_BLOCK_N),

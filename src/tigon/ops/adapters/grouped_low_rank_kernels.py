@@ -15,11 +15,9 @@ def split_experts_kernel(
     a_ptr, out_ptr, E, N, first, stride_ae, stride_ar, stride_an, stride_oe, stride_or, stride_on, stride_term, factor,
     TERMS_: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write the terms of factor * a [E, r, N] to the ranks `first`, `first` + 1, ... of out [terms, E, R, N].
-
-    If TERMS_ is 0, write the values of `a` to out [E, R, N]. Both tensors have any strides.
-    A program writes one rank of a block of experts, because the experts of PEFT's B are adjacent in memory.
-    """
+    """Write the terms of factor * a [E, r, N] to the ranks `first`, `first` + 1, ... of out [terms, E, R, N]. If TERMS_
+    is 0, write the values of `a` to out [E, R, N]. Both tensors have any strides. A program writes one rank of a block
+    of experts, because the experts of PEFT's B are adjacent in memory."""
     e_blocks = tl.cdiv(E, BLOCK_E)
     n_blocks = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
@@ -43,10 +41,8 @@ def split_experts_kernel(
 
 @triton.jit
 def find_rows(ends_ptr, tile, E, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Return the expert of a tile, its first row, and the end of the expert's rows.
-
-    The expert is BLOCK_E, which no expert has as its number, if there is no such tile.
-    """
+    """Return the expert of a tile (BLOCK_E if there is no such tile), its first row, and the end of the expert's
+    rows."""
     index = tl.arange(0, BLOCK_E)
     ends = tl.load(ends_ptr + index, index < E, 0)
     starts = tl.load(ends_ptr + index - 1, (index > 0) & (index < E), 0)
@@ -62,10 +58,8 @@ def find_rows(ends_ptr, tile, E, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
 
 @triton.jit
 def load_factor(a_ptr, offsets, stride_term, mask, TERMS_: tl.constexpr, IS_SPLIT: tl.constexpr):
-    """Return the first and the second bf16 term of a tile of a factor.
-
-    If IS_SPLIT, `a_ptr` points to the terms. If TERMS_ is 1, the first term replaces the second, which is unused.
-    """
+    """Return the first and the second bf16 term of a tile of a factor. If IS_SPLIT, `a_ptr` points to the terms. If
+    TERMS_ is 1, the first term replaces the second, which is unused."""
     a = tl.load(a_ptr + offsets, mask, 0.0)
     first = a.to(tl.bfloat16)
     second = first
@@ -98,10 +92,8 @@ def store_hidden(h, h_ptr, rows, end, ranks, R: tl.constexpr):
 
 @triton.jit
 def add_projected(total, z, a, a_second, Z_TERMS: tl.constexpr, A_TERMS: tl.constexpr):
-    """Return total [T, r] + z [T, N] a [r, N]^T in fp32.
-
-    Tensor cores do not round the sums that they carry, so the products start from zero.
-    """
+    """Return total [T, r] + z [T, N] a [r, N]^T in fp32. Tensor cores do not round the sums that they carry, so the
+    products start from zero."""
     first = z.to(tl.bfloat16)
     sums = tl.zeros(total.shape, tl.float32)
     if A_TERMS == 2:
@@ -136,9 +128,7 @@ def grouped_project_kernel(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute z A^T for a tile of the rows of one expert and a block of the columns of h, and w z A^T if it is needed.
-
-    If `copy` is passed, the rows of z are written to it. Rows without an expert are not written.
-    """
+    If `copy` is passed, the rows of z are written to it. Rows without an expert are not written."""
     r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)
     expert, first, end = find_rows(ends_ptr, pid // r_blocks, E, BLOCK_T, BLOCK_E)
@@ -177,10 +167,7 @@ def grouped_expand_kernel(
     R: tl.constexpr, ORDER: tl.constexpr, B_TERMS: tl.constexpr, IS_SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add h B to a tile of the rows of one expert and a part of the features.
-
-    ORDER is the number of terms of h and of B that the precision of `out` needs.
-    """
+    """Add h B to a tile of the rows of one expert and a part of the features, by ORDER terms of h and of B."""
     pid = tl.program_id(0)
     expert, first, end = find_rows(ends_ptr, pid // parts, E, BLOCK_T, BLOCK_E)
     if expert >= E:
@@ -218,10 +205,8 @@ def grouped_sum_kernel(
     Z_TERMS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute factor * z^T h over the rows of one expert, for a block of features and a block of the columns of h.
-
-    The columns of h are COLUMN, ..., COLUMN + RANK - 1. One product takes both terms of a block of columns.
-    """
+    """Compute factor * z^T h over the rows of one expert, for a block of features and a block of the columns of h. The
+    columns of h are COLUMN, ..., COLUMN + RANK - 1. One product takes both terms of a block of columns."""
     n_blocks = tl.cdiv(N, BLOCK_N)
     r_blocks: tl.constexpr = (RANK + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)

@@ -47,12 +47,10 @@ def grouped_low_rank_product_kernel(
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute tiles of y. All rows of a tile belong to one expert. Program i of P computes the tiles i, i + P, ...
-
-    If BY_ROWS, the weight of an expert is stored as [N, M], otherwise as [M, N]. ORDER is the number of terms of h and
-    of B that the precision of y needs. The tile of x may contain rows of the next expert: the rows of y that are
-    computed from them are not stored.
-    """
+    """Compute tiles of y. All rows of a tile belong to one expert. Program i of P computes the tiles i, i + P, ... If
+    BY_ROWS, the weight of an expert is stored as [N, M], otherwise as [M, N]. ORDER is the number of terms of h and of
+    B that the precision of y needs. The tile of x may contain rows of the next expert: the rows of y that are computed
+    from them are not stored."""
     index = tl.arange(0, BLOCK_E)
     ends = tl.load(ends_ptr + index, index < E, 0)
     starts = tl.load(ends_ptr + index - 1, (index > 0) & (index < E), 0)
@@ -110,11 +108,9 @@ def adds_in_product(x: Tensor, weight: Tensor, b: Tensor) -> bool:
 
 
 def _copies_by_tma(x: Tensor) -> bool:
-    """Return whether the device of x has a tensor memory accelerator, and enough shared memory for the tiles.
-
-    The interpreter emulates it. A meta tensor has no address, which a descriptor needs, so a simulation counts the cost
-    of `grouped_mm`.
-    """
+    """Return whether the device of x has a tensor memory accelerator, and enough shared memory for the tiles. The
+    interpreter emulates it. A meta tensor has no address, which a descriptor needs, so a simulation counts the cost of
+    `grouped_mm`."""
     chip = device_of(x)
     if x.is_meta or not chip.arch:
         return not x.is_meta and runs_kernels(x)
@@ -122,10 +118,8 @@ def _copies_by_tma(x: Tensor) -> bool:
 
 
 def grouped_low_rank_product(x: Tensor, weight: Tensor, h: Tensor | None, b: Tensor | None, routing: Routing) -> Tensor:
-    """Return [S, M] for x [S, N], weight [E, N, M], the terms of h [S, 2, R] and the factor B [E, R, M].
-
-    Without h and B, the result is x W. Rows that belong to no expert are undefined.
-    """
+    """Return x W + h B [S, M], or x W without h and B. Rows that belong to no expert are undefined. x is [S, N], weight
+    [E, N, M], h [S, 2, R] in terms and B [E, R, M]."""
     if h is None or b is None:
         return grouped_product(x, weight, routing.ends)
     if adds_in_product(x, weight, b):

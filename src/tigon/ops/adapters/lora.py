@@ -122,10 +122,8 @@ def _save_for_backward(
 
 
 def _node_gradients(ctx: Any, dys: Mapping[int, Tensor]) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Return dx in the shape of x and the gradients of the tensors of a node, from the upstream gradients [T, O_i].
-
-    The tensors follow three other inputs of the node.
-    """
+    """Return dx in the shape of x and the gradients of the tensors of a node, from the upstream gradients [T, O_i]. The
+    tensors follow three other inputs of the node."""
     x, h, seeds, *saved = ctx.saved_tensors
     tensors = saved_tensors(ctx, saved)
     if not dys:
@@ -175,17 +173,8 @@ def takes_adapters(x: object, projections: Sequence[Projection]) -> bool:
 
 
 def lora_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
-    """Return the outputs y_i of linear layers with adapters and with the same input x.
-
-    One autograd node computes them if `plan_node` finds a plan, and eager code otherwise.
-
-    Args:
-        x: [..., I].
-        projections: The layers and their adapters.
-
-    Returns:
-        A tensor [..., O_i] for each layer, in the dtype of x.
-    """
+    """Return the outputs [..., O_i] of layers with adapters and the same input x [..., I], by one node if there is a
+    plan."""
     call = plan_node(x, projections)
     if call is None:
         return tuple(eager_output(x, projection) for projection in projections)
@@ -200,15 +189,8 @@ def lora_node(x: Tensor, call: NodeCall) -> tuple[Tensor, ...]:
 
 @on_device
 def add_adapters(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor:
-    """Return y + sum_j s_j (B_j(A_j(dropout(x))) + bias_j), in one node if it supports x and y.
-
-    This is for a layer whose product only its own code can compute, such as a quantised one.
-
-    Args:
-        x: [..., I], the input of the layer.
-        y: [..., O], the output of the layer. The node supports the dtype of x. Eager code supports any dtype.
-        adapters: At least one adapter.
-    """
+    """Return y + sum_j s_j (B_j(A_j(dropout(x))) + bias_j) for x [..., I] and y [..., O], in one node if it supports
+    them. This is for a layer whose product only its own code can compute, such as a quantised one."""
     projections = [Projection(None, None, tuple(adapters))]
     is_output = y.dtype == x.dtype and y.device == x.device and y.shape == (*x.shape[:-1], len(adapters[0].b))
     if not is_output or (call := plan_node(x, projections)) is None:

@@ -54,12 +54,10 @@ LARGEST_FUSED_RANK = 32
 
 @triton.jit
 def _separate(x, IS_NVIDIA: tl.constexpr):
-    """Return x, in bf16 or fp16, by a copy that keeps the compiler from computing x twice.
-
-    A product needs x in another layout of registers than the store of x. On NVIDIA, Triton would convert the operands
-    of x to the layout of the product when they are loaded, and would then compute x in both layouts. It does not move a
-    conversion across inline assembly, so behind this copy it converts x itself.
-    """
+    """Return x, in bf16 or fp16, by a copy that keeps the compiler from computing x twice. A product needs x in another
+    layout of registers than the store of x. On NVIDIA, Triton would convert the operands of x to the layout of the
+    product when they are loaded, and would then compute x in both layouts. It does not move a conversion across inline
+    assembly, so behind this copy it converts x itself."""
     if IS_NVIDIA:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     return x
@@ -127,10 +125,8 @@ def _lora_expert_backward_kernel(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
     IS_NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """Write dh, w a, dw and dp, each if it is needed, for a tile of the rows of one expert.
-
-    w a may be stored in the memory of da, because a tile is read before it is written.
-    """
+    """Write dh, w a, dw and dp, each if it is needed, for a tile of the rows of one expert. w a may be stored in the
+    memory of da, because a tile is read before it is written."""
     expert, first, end = find_rows(ends_ptr, tl.program_id(0), E, BLOCK_T, BLOCK_E)
     if expert >= E:
         return
@@ -243,10 +239,8 @@ def lora_activation_forward(
     h: Tensor, adapters: ActivationAdapters, weights: Tensor, routing: Routing, kind: str
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return a [S, I] and the terms of q and w q [S, 2, R_d], which are None without an adapter on the second product.
-
     h is the base product [S, 2 I], or [S, I] for an activation without a gate, with dense rows. The weights [T, K] are
-    contiguous.
-    """
+    contiguous."""
     rows, width = h.shape
     inner = width // (1 if kind == "relu2" else 2)
     constants = _constants(h, adapters, kind, routing.ends)
@@ -279,11 +273,9 @@ def lora_activation_backward(
     h: Tensor, da: Tensor | None, adapters: ActivationAdapters, dq: Tensor | None, weights: Tensor, routing: Routing,
     kind: str, needs: NeededActivationGradients,
 ) -> ActivationGradients:  # fmt: skip
-    """Return the gradients of which `needs` is True. All but w a need `da`.
-
-    `da` is the gradient of `a` through the base product, [S, I] with dense rows; w a may overwrite it. `dq` holds the
-    terms of the gradient of q [S, 2, R_d], or is None if the second product has no adapter or da is None.
-    """
+    """Return the gradients of which `needs` is True. All but w a need `da`. `da` is the gradient of `a` through the
+    base product, [S, I] with dense rows; w a may overwrite it. `dq` holds the terms of the gradient of q [S, 2, R_d],
+    or is None if the second product has no adapter or da is None."""
     rows, width = h.shape
     inner = width // (1 if kind == "relu2" else 2)
     constants = _constants(h, adapters, kind, routing.ends)

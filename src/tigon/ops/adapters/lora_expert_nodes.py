@@ -133,11 +133,9 @@ def _factor_gradients(
     adapters: Sequence[ExpertAdapter], needs: Sequence[ExpertAdapter], inputs: _Operand, outputs: _Operand,
     routing: Routing,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of A and B of each adapter of one product. `needs` has flags in place of tensors.
-
-    `inputs` are the input of the product and the gradients of its low-rank products. `outputs` are the upstream
-    gradient and the low-rank products.
-    """
+    """Return the gradients of A and B of each adapter of one product. `needs` has flags in place of tensors. `inputs`
+    are the input of the product and the gradients of its low-rank products. `outputs` are the upstream gradient and the
+    low-rank products."""
     gradients: list[Tensor | None] = []
     column = 0
     for adapter, need in zip(adapters, needs, strict=True):

@@ -114,10 +114,8 @@ def adapted_moe_mlp(
     up_adapters: Sequence[ExpertAdapter], down_adapters: Sequence[ExpertAdapter],
     activation: str | Callable[[Tensor], Tensor], transposed: bool, *, op: str = "moe_mlp",
 ) -> Tensor:  # fmt: skip
-    """Return `moe_mlp` with any number of adapters on each product.
-
-    The arguments are not checked, except for the result of an activation that is a function. The error names `op`.
-    """
+    """Return `moe_mlp` with any number of adapters on each product. The arguments are not checked, except for the
+    result of an activation that is a function. The error names `op`."""
     routing = route(top_k_index, len(parameters.up))
     factors = [tensor for adapter in (*up_adapters, *down_adapters) for tensor in (adapter.a, adapter.b)]
     up, down, up_bias, down_bias = parameters

@@ -174,9 +174,7 @@ def _lora_glu_backward_kernel(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write dgate and dup for a block of features and a part of the tokens. The last program of a block adds the sums.
-
-    dgate and dup may be stored in the memory of gate and up, or of da, because a tile is read before it is written.
-    """
+    dgate and dup may be stored in the memory of gate and up, or of da, because a tile is read before it is written."""
     pid = tl.program_id(0)
     part = pid % parts
     first_feature = (pid // parts) * BLOCK_N
@@ -331,9 +329,7 @@ def lora_glu_forward(
     gate: Tensor, up: Tensor, adapters: GLUAdapters, kind: str, maximum: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return a [T, I] and the terms of h_d [3, T, r], from gate and up [T, I]. h_d is None if down has no adapter.
-
-    `maximum` [1] int32 holds the bits of an fp32 number. If it is passed, the kernel raises it to the largest |a|.
-    """
+    `maximum` [1] int32 holds the bits of an fp32 number. If it is passed, the kernel raises it to the largest |a|."""
     t, i = gate.shape
     ranks, h = adapters.ranks, adapters.h
     plan = _plan_launch(False, t, i, ranks, kind, gate.dtype, device_of(gate))
@@ -354,11 +350,9 @@ def lora_glu_backward(
     dgate: Tensor, dup: Tensor, *, needs: Sequence[bool], maximum: Tensor | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """Write dgate and dup [T, I], which may be the tensors gate and up, and return the gradients of B_g, B_u and A_d.
-
     da [T, I] is the gradient of a through the base product of down. `down_dh` [3, T, r] holds the terms of the gradient
     of h_d. `needs` says which of the gradients of B_g, B_u and A_d are needed. The others are None. `maximum` [1] int32
-    holds the bits of an fp32 number. If it is passed, the kernel raises it to the largest of |dgate| and |dup|.
-    """
+    holds the bits of an fp32 number. If it is passed, the kernel raises it to the largest of |dgate| and |dup|."""
     t, i = gate.shape
     h, gate_b, up_b, down_a, gate_scaling, up_scaling = adapters
     gradients = [

@@ -80,18 +80,14 @@ def _plan_glu(plan: NodePlan) -> _GLUPlan | None:
 
 
 def _zero_maximum(fp8: Fp8Group | None, layer_count: int, like: Tensor) -> Tensor | None:
-    """Return a zero maximum for the kernel that writes what `layer_count` layers quantise.
-
-    It is None if one of these layers is not in FP8, or if rows have scales of their own.
-    """
+    """Return a zero maximum for the kernel that writes what `layer_count` layers quantise, or None if they need
+    none."""
     return fp8.zero_maximum(like) if fp8 is not None and len(fp8.indices) == layer_count else None
 
 
 def _multiply_gates(rows: Tensor, weights: Sequence[Any], operand: Fp8Operand | None) -> tuple[Tensor, Tensor]:
-    """Return the products of x [T, H] with the weights of gate and up, of which one is dense at a time.
-
-    `operand` is x as the operand of products in FP8, if there are any.
-    """
+    """Return the products of x [T, H] with the weights of gate and up, of which one is dense at a time. `operand` is x
+    for products in FP8."""
     products = {} if operand is None else dict(operand.products())
     for i in (0, 1):
         if i not in products:
@@ -193,18 +189,7 @@ def lora_glu_mlp_node(x: Tensor, call: NodeCall, activation: str) -> Tensor:
 
 
 def lora_glu_mlp(x: Tensor, gate: Projection, up: Projection, down: Projection, activation: str = "silu") -> Tensor:
-    """Return down(act(gate(x)) * up(x)), where each of the three projections is a linear layer with adapters.
-
-    Args:
-        x: [..., H], fp32 | bf16 | fp16.
-        gate: The layer [I, H] and its adapters.
-        up: The layer [I, H] and its adapters.
-        down: The layer [O, I] and its adapters.
-        activation: "silu", "gelu" or "gelu_tanh".
-
-    Returns:
-        [..., O] in the dtype of x.
-    """
+    """Return down(act(gate(x)) * up(x)) for x [..., H], where each projection is a linear layer with adapters."""
     if (call := plan_node(x, (gate, up, down))) is not None and has_one_node(call):
         return lora_glu_mlp_node(x, call, activation)
 

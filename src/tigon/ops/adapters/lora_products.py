@@ -56,10 +56,8 @@ def dropout_masks(plan: NodePlan, rows: Tensor, tensors: Sequence[Any], seeds: T
 def compute_hidden(
     rows: Tensor, plan: NodePlan, tensors: Sequence[Any], masks: Masks, operand: Fp8Operand | None = None
 ) -> Tensor | None:
-    """Return the terms of h [3, T, R] for x [T, I], or None if there is no adapter.
-
-    The kernels do the fused passes of x as an FP8 operand first.
-    """
+    """Return the terms of h [3, T, R] for x [T, I], or None if there is no adapter. The kernels do the fused passes of
+    x as an FP8 operand first."""
     if not plan.rank:
         return None
     fused_pass = None if operand is None else operand.fused_passes((0,)).get(0)
@@ -83,11 +81,9 @@ def _total_bias(biases: Sequence[tuple[int, float | None]], tensors: Sequence[An
 def add_low_rank(
     ys: Mapping[int, Tensor], plan: NodePlan, tensors: Sequence[Any], h: Tensor | None, adds: bool = True
 ) -> frozenset[int]:
-    """Add the outputs of the adapters and the biases of layers to y_i [T, O_i]; without `adds`, write them to y_i.
-
-    `ys` holds the y_i by the indices of their layers. Return the indices of those that have an adapter or a bias. The
-    others are not written.
-    """
+    """Add the outputs of the adapters and the biases of layers to y_i [T, O_i]; without `adds`, write them to y_i. `ys`
+    holds the y_i by the indices of their layers. Return the indices of those that have an adapter or a bias. The others
+    are not written."""
     outputs = plan_outputs(plan, tuple(ys))
     for run in outputs.first_runs:
         assert h is not None
@@ -119,10 +115,8 @@ def write_outputs(
 def project_gradients(
     dys: Mapping[int, Tensor], plan: NodePlan, tensors: Sequence[Any], operand: Fp8Operand | None = None
 ) -> Tensor:
-    """Return the terms of dh [3, T, R] of the adapters of a plan, from the upstream gradients dy_i [T, O_i].
-
-    The kernels do the fused passes of the gradients as an FP8 operand first.
-    """
+    """Return the terms of dh [3, T, R] of the adapters of a plan, from the upstream gradients dy_i [T, O_i]. The
+    kernels do the fused passes of the gradients as an FP8 operand first."""
     some_dy = next(iter(dys.values()))
     dh = empty_hidden(some_dy, some_dy.shape[0], plan.rank)
     passes = {} if operand is None else operand.fused_passes({entry.layer for entry in plan.entries})
@@ -137,11 +131,8 @@ def compute_input_gradient(
     dys: Mapping[int, Tensor], plan: NodePlan, tensors: Sequence[Any], dh: Tensor | None, masks: Masks,
     operand: Fp8Operand | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """Return dx [T, I], from dy_i [T, O_i] and the terms of dh, whose columns are those of the plan.
-
-    The result is None if `dys` is empty. `operand` holds the dy_i of the layers whose weights are in FP8, or is None if
-    there are none.
-    """
+    """Return dx [T, I], from dy_i [T, O_i] and the terms of dh, whose columns are those of the plan. The result is None
+    if `dys` is empty. `operand` holds the dy_i of the layers whose weights are in FP8, or is None if there are none."""
     dx = None if operand is None else operand.input_gradient()
     for run in plan.a_runs:
         assert dh is not None
@@ -164,11 +155,9 @@ def layer_gradients(
     plan: GradientPlan, rows: Tensor | None, h: Tensor | None, dh: Tensor | None, dys: Mapping[int, Tensor],
     masks: Masks, count: int,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of the `count` tensors of a node. A gradient that is not needed is None.
-
-    They depend on x [T, I], on the terms of h and dh, and on dy_i [T, O_i], of which some may be missing. A tensor may
-    be None if no needed gradient depends on it.
-    """
+    """Return the gradients of the `count` tensors of a node. A gradient that is not needed is None. They depend on x
+    [T, I], on the terms of h and dh, and on dy_i [T, O_i], of which some may be missing. A tensor may be None if no
+    needed gradient depends on it."""
     gradients: list[Tensor | None] = [None] * count
     for layer, index in plan.weights:
         assert rows is not None

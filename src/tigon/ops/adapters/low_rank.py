@@ -71,10 +71,8 @@ def rank_block(rank: int) -> int:
 
 @dataclass(frozen=True)
 class PartTiles:
-    """The tiles of a product whose long dimension is divided into parts. A program loops over the tiles of one part.
-
-    A tile has `block_t` tokens and `block_n` features.
-    """
+    """The tiles of a product whose long dimension is divided into parts. A program loops over the tiles of one part. A
+    tile has `block_t` tokens and `block_n` features."""
 
     block_t: int
     block_n: int
@@ -83,10 +81,8 @@ class PartTiles:
     programs_per_multiprocessor: int
 
     def divide(self, length: int, step: int, blocks: int, device: Device) -> tuple[int, int]:
-        """Return the length of a part, which is a multiple of `step`, and the number of parts.
-
-        `length` is that of the long dimension. Each part takes `blocks` programs, and has at least about four steps.
-        """
+        """Return the length of a part of a long dimension, a multiple of `step`, and the number of parts, of `blocks`
+        programs each. A part has at least about four steps."""
         programs = device.multiprocessors * self.programs_per_multiprocessor
         count = max(1, min(programs // max(blocks, 1), cdiv(length, 4 * step)))
         part_length = cdiv(cdiv(length, count), step) * step
@@ -110,9 +106,7 @@ class LaunchPlan(NamedTuple):
 
 def dropout_bits(seeds: Tensor, position: int, tokens: int, features: int, p: float) -> Tensor:
     """Return the mask of a dropout with probability p as bits [T, ceil(N / 8)], from one of the `seeds` [n] int64.
-
-    Backward calls this again with the same seed, so that the mask is never saved.
-    """
+    Backward calls this again with the same seed, so that the mask is never saved."""
     dropout_mask = seeds.new_empty((tokens, cdiv(features, 8)), dtype=torch.uint8)
     launch(
         dropout_bits_kernel, tokens * cdiv(dropout_mask.shape[1], 256), seeds, dropout_mask, features, position,
@@ -122,10 +116,8 @@ def dropout_bits(seeds: Tensor, position: int, tokens: int, features: int, p: fl
 
 
 def split_terms(first: Tensor, *others: Tensor) -> Tensor:
-    """Return the bf16 terms [S, R, N] of one or several tensors [r, N] of any strides, stacked by rows.
-
-    S is 1 for bf16, 2 for fp16 and 3 for fp32.
-    """
+    """Return the bf16 terms [S, R, N] of one or several tensors [r, N] of any strides, stacked by rows. S is 1 for
+    bf16, 2 for fp16 and 3 for fp32."""
     if not others and first.dtype == torch.bfloat16 and first.is_contiguous():
         return first.unsqueeze(0)
     tensors, strides = [first, *others], first.stride()
@@ -149,11 +141,8 @@ def _plan_split(shapes: tuple[torch.Size, ...], strides: tuple[int, ...], dtype:
 
 
 def empty_hidden(x: Tensor, tokens: int, rank: int) -> Tensor:
-    """Allocate memory for the three bf16 terms of h [3, T, R].
-
-    The stride of the terms is a multiple of 16 for every T. Triton compiles one variant of a kernel for such strides
-    and another one for all others, so another number of tokens would otherwise compile the kernels again.
-    """
+    """Allocate the three bf16 terms of h [3, T, R]. Their stride is a multiple of 16 for every T, because Triton would
+    compile the kernels again for other strides."""
     rows = cdiv(tokens, 16) * 16
     h = x.new_empty((3, rows, rank), dtype=torch.bfloat16)
     return h if rows == tokens else h[:, :tokens]
@@ -175,12 +164,9 @@ def project(
     x: Tensor, tensors: Sequence[Tensor], out: Tensor, factor: float = 1.0, dropout_mask: Tensor | None = None,
     fused_pass: FusedPass | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write the terms of h = factor * x A^T to `out` [3, T, R], and return `out`.
-
-    `out` may be some columns of a wider tensor. The rows of x [T, N] are dense, and `dropout_mask` [T, N / 8] masks x.
-    A [R, N] is the stack of `tensors` [r, N] of any strides. `fused_pass` is a pass of the quantisation of x that
-    this kernel also does.
-    """
+    """Write the terms of h = factor * x A^T to `out` [3, T, R], and return `out`. `out` may be some columns of a wider
+    tensor. The rows of x [T, N] are dense, and `dropout_mask` [T, N / 8] masks x. A [R, N] is the stack of `tensors`
+    [r, N] of any strides. `fused_pass` is a pass of the quantisation of x that this kernel also does."""
     a = tensors[0]
     if len(tensors) > 1 or _is_split_before(a.shape[0], a.dtype):
         a = split_terms(*tensors)
@@ -196,11 +182,8 @@ def project_each(
     out: Tensor, xs: Sequence[Tensor], bs: Sequence[Tensor], factors: tuple[float, ...],
     fused_pass: FusedPass | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write the terms of h_i = factor_i * x_i B_i to columns i * r to (i + 1) * r of `out` [3, T, count * r].
-
-    There are at most three x_i [T, N_i]. The B_i [N_i, r] have equal dtypes and strides. A single x may have a
-    `fused_pass`.
-    """
+    """Write the terms of h_i = factor_i * x_i B_i to columns i * r to (i + 1) * r of `out` [3, T, count * r]. There are
+    at most three x_i [T, N_i]. The B_i [N_i, r] have equal dtypes and strides. A single x may have a `fused_pass`."""
     b = bs[0]
     if _is_split_before(b.shape[1], b.dtype):
         return _launch_project(xs, [split_terms(b.t()) for b in bs], out, factors, None, fused_pass)
@@ -211,10 +194,8 @@ def _launch_project(
     xs: Sequence[Tensor], tensors: Sequence[Tensor], out: Tensor, factors: tuple[float, ...],
     dropout_mask: Tensor | None, fused_pass: FusedPass | None, transposed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Launch the kernel of `project` and `project_each` for up to three x, each with a tensor of its own.
-
-    The tensors are the terms of A [S, r, N], or A itself, or the transpose of A if `transposed` is True.
-    """
+    """Launch `project_kernel` for up to three x. The tensors are the terms of A [S, r, N], A itself, or with
+    `transposed` its transpose."""
     x, a = xs[0], tensors[0]
     maximum, copy = (None, None) if fused_pass is None else fused_pass
     values, scale = (None, None) if copy is None else copy
@@ -237,11 +218,8 @@ def _plan_project(
     shapes: tuple[torch.Size, ...], x_strides: tuple[int, ...], columns: int, strides: tuple[int, ...],
     factors: tuple[float, ...], terms: tuple[torch.dtype, int, bool], device: Device,
 ) -> LaunchPlan:  # fmt: skip
-    """Return the plan of a launch for x of these shapes.
-
-    `strides` are those of A, of `out`, of the mask and of the copy. `terms` holds the dtype of x, the number of terms
-    of A, and whether A is split.
-    """
+    """Return the plan of a launch for x of these shapes. `strides` are those of A, of `out`, of the mask and of the
+    copy. `terms` holds the dtype of x, the number of terms of A, and whether A is split."""
     stride_ar, stride_an, stride_term, stride_out, _, stride_mask, stride_copy = strides
     dtype, a_terms, is_split = terms
     widths, t, count = [shape[1] for shape in shapes], shapes[0][0], len(shapes)
@@ -273,12 +251,10 @@ def expand(
     biases: Sequence[Tensor | None], dropout_mask: Tensor | None = None, adds: bool = False, transposed: bool = False,
 ) -> Sequence[Tensor]:  # fmt: skip
     """Write factor_i * h_i B_i^T + bias_i to each out_i [T, N_i], or the sum of all these products to a single `out`.
-
     h_i are columns i * r to (i + 1) * r of h [3, T, count * r]. There are at most three B_i [N_i, r], of equal dtypes
     and strides; if `transposed` is True, `bs` holds their transposes [r, N_i]. Either all outputs have a bias or none
     has. `dropout_mask` [T, N / 8] masks the product for a single output, but not the bias. With `adds`, the results are
-    added to the outputs.
-    """
+    added to the outputs."""
     b = bs[0]
     plan = _plan_expand(
         tuple([out.shape for out in outs]), tuple([out.stride(0) for out in outs]),
@@ -328,9 +304,7 @@ def token_sums(
     dtype: torch.dtype = torch.float32, others: TokenSums | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Return G = factor * z^T h [N, R], or its transpose [R, N] if `transposed` is True, and G_i of up to three others.
-
-    z is [T, N], h is [3, T, R], and `dropout_mask` [T, N / 8] masks z. The other z_i [T, N_i] have the dtype of z.
-    """
+    z is [T, N], h is [3, T, R], and `dropout_mask` [T, N / 8] masks z. The other z_i [T, N_i] have the dtype of z."""
     (_, n), r = z.shape, h.shape[2]
     zs, g, r1, factors, dtypes = others or ((), None, 0, (), ())
     plan = _plan_sums(
@@ -353,10 +327,8 @@ def _plan_sums(
     shapes: tuple[torch.Size, ...], z_strides: tuple[int, ...], ranks: tuple[int, int], strides: tuple[int, ...],
     factors: tuple[float, ...], transposed: bool, dtype: torch.dtype, device: Device,
 ) -> LaunchPlan:  # fmt: skip
-    """Return the plan of a launch for z and the other z_i of these shapes.
-
-    `strides` are those of the rows and the terms of h and of the other h, and that of the mask.
-    """
+    """Return the plan of a launch for z and the other z_i of these shapes. `strides` are those of the rows and the
+    terms of h and of the other h, and that of the mask."""
     (t, n), (r, r1), others = shapes[0], ranks, [shape[1] for shape in shapes[1:]]
     # Microseconds for 8192 tokens in bf16 on an H200: 25 (rank 16) and 39 (rank 48) with 4096 features, and 64 with
     # 14336 features (rank 16).

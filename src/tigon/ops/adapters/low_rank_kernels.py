@@ -21,11 +21,8 @@ def term(x, index: tl.constexpr):
 
 @triton.jit
 def term_of(pointer, index: tl.constexpr, stride_term):
-    """Return the pointer to term number `index` of a tensor of terms.
-
-    A multiple of the stride may take 64 bits where the stride takes 32, so the pointer is advanced by one term at a
-    time.
-    """
+    """Return the pointer to term number `index`. It advances by one term at a time, because a multiple of the stride
+    may take 64 bits."""
     for _ in tl.static_range(index):
         pointer += stride_term
     return pointer
@@ -36,10 +33,8 @@ def split_kernel(
     first_ptr, second_ptr, third_ptr, out_ptr,  # [r, N] of equal strides, [S, R, N]
     N, first_end, second_end, rows, blocks, stride_r, stride_n, NUM_TERMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the terms of a block of one row of up to three tensors, which are stacked by rows, to `out`.
-
-    Row `first_end` is the first one of the second tensor, and row `second_end` is the first one of the third tensor.
-    """
+    """Write the terms of a block of one row of up to three tensors, which are stacked by rows, to `out`. Row
+    `first_end` is the first one of the second tensor, and row `second_end` is the first one of the third tensor."""
     row = tl.program_id(0) // blocks
     cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     source, source_row = first_ptr, row
@@ -85,10 +80,7 @@ def store_terms(h, out_ptr, offsets, stride_term, mask):
 
 @triton.jit
 def is_last(counter_ptr, parts):
-    """Count this program. Return whether all programs of its tile have stored their sums now.
-
-    The last program sets the counter to zero for the next launch.
-    """
+    """Count this program, and return whether it is the last one of its tile, which sets the counter to zero again."""
     # All threads of this program have stored their values before one of them counts the program.
     tl.debug_barrier()
     found_others = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == parts - 1
@@ -143,15 +135,11 @@ def project_kernel(
     R: tl.constexpr, X_TERMS: tl.constexpr, A_TERMS: tl.constexpr, IS_SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute factor * x A^T over the features of a part, for a block of tokens and a block of the columns of h.
-
-    If there are several x, each has an A of its own, and h has R columns for each of them. The parts of the first x end
-    at `first_end`, and those of the second x at `second_end`.
-
-    If IS_SPLIT, `a` holds the terms of A. Otherwise it holds A itself. The maximum is the bits of an fp32 number.
-    Without a copy, the kernel raises the maximum to the largest |x|. With a copy, the maximum is an input, and the
-    kernel writes x to the copy in FP8. Both use x before dropout.
-    """
+    """Compute factor * x A^T over the features of a part, for a block of tokens and a block of the columns of h. If
+    there are several x, each has an A of its own, and h has R columns for each of them. The parts of the first x end at
+    `first_end`, and those of the second x at `second_end`. If IS_SPLIT, `a` holds the terms of A. Otherwise it holds A
+    itself. The maximum is the bits of an fp32 number. Without a copy, the kernel raises the maximum to the largest |x|.
+    With a copy, the maximum is an input, and the kernel writes x to the copy in FP8. Both use x before dropout."""
     r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)
     part = pid // r_blocks % parts
@@ -235,14 +223,10 @@ def expand_kernel(
     R: tl.constexpr, ORDER: tl.constexpr, ADDS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Write factor * h B^T + bias to a tile of `out`, or add it to the tile if ADDS is True.
-
-    h has R columns for each B. If there are as many outputs as B, each of them gets its own product. A single output
-    gets the sum of all products.
-
-    ORDER is the number of terms of h and of B that the precision of `out` needs. If ADDS, the tiles are computed in
-    reverse order, because the last tiles that were written to `out` are still in the L2 cache.
-    """
+    """Write factor * h B^T + bias to a tile of `out`, or add it to the tile if ADDS is True. h has R columns for each
+    B. If there are as many outputs as B, each of them gets its own product. A single output gets the sum of all
+    products. ORDER is the number of terms of h and of B that the precision of `out` needs. If ADDS, the tiles are
+    computed in reverse order, because the last tiles that were written to `out` are still in the L2 cache."""
     first_end = tl.cdiv(N, BLOCK_N)
     second_end = first_end
     if out1_ptr is not None:

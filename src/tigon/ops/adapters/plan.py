@@ -104,13 +104,9 @@ class Layer(NamedTuple):
 
 
 class NodePlan:
-    """The layers and adapters of a node, and the launches that compute their products.
-
-    Attributes:
-        passes: The adapters in groups that share one pass over x.
-        a_runs, b_runs: The adapters in groups of which one launch reads all A, or all B.
-        present: The indices of those tensors of the node that are neither None nor a `FrozenWeight`.
-    """
+    """The layers and adapters of a node, and its launches: the adapters of one of `passes` share one pass over x, and
+    one launch reads all A of one of `a_runs`, or all B of one of `b_runs`. `present` are the indices of the tensors
+    that are neither None nor a `FrozenWeight`."""
 
     def __init__(self, layers: tuple[Layer, ...], entries: tuple[AdapterEntry, ...], present: tuple[int, ...]) -> None:
         self.layers, self.entries, self.present = layers, entries, present
@@ -127,20 +123,15 @@ class NodePlan:
 
 class NodeCall(NamedTuple):
     """The plan of a node, and its tensors: for each layer the weight, the bias, and A, B and the bias of each adapter.
-
-    A tensor may be None, and the weight may be a `FrozenWeight`.
-    """
+    A tensor may be None, and the weight may be a `FrozenWeight`."""
 
     plan: NodePlan
     tensors: list[Any]
 
 
 def takes_input(x: object, dtype: torch.dtype) -> bool:
-    """Return whether a node may compute products of x, once it is converted to a dtype.
-
-    A model in fp32 runs in eager code, because it would gain nothing from tensor cores, and eager products are more
-    accurate.
-    """
+    """Return whether a node may compute products of x, once it has this dtype. A model in fp32 runs in eager code,
+    whose products are more accurate, because it would gain nothing from tensor cores."""
     if type(x) not in PLAIN or torch.compiler.is_compiling() or has_active_transform():
         return False
     assert isinstance(x, Tensor)
@@ -151,10 +142,8 @@ def takes_input(x: object, dtype: torch.dtype) -> bool:
 
 
 def plan_node(x: object, projections: Sequence[Projection]) -> NodeCall | None:
-    """Return the call of a node that computes these projections of x; None if no node supports them.
-
-    Under autocast, x must have the dtype of autocast, which eager products would have too.
-    """
+    """Return the call of a node that computes these projections of x; None if no node supports them. Under autocast, x
+    must have the dtype of autocast, which eager products would have too."""
     if not isinstance(x, Tensor) or not takes_input(x, x.dtype) or product_dtype(x) != x.dtype:
         return None
     return find_plan(x, projections)
@@ -181,10 +170,8 @@ def find_plan(x: Tensor, projections: Sequence[Projection]) -> NodeCall | None:
 def _make_plan(
     dtype: torch.dtype, device: torch.device, properties: tuple, options: tuple[tuple[tuple[float, float], ...], ...]
 ) -> NodePlan | None:
-    """Return the plan for tensors with these properties (`find_plan`), or None if no node supports them.
-
-    `options` are the scaling and the dropout of each adapter of each layer.
-    """
+    """Return the plan for tensors with these properties (`find_plan`), or None if no node supports them. `options` are
+    the scaling and the dropout of each adapter of each layer."""
     for cls, layout, tensor_device, tensor_dtype, shape, _ in filter(None, properties):
         # A subclass of `Tensor` may compute another product, and the kernels read dense memory.
         is_supported = issubclass(cls, FrozenWeight) or (cls in PLAIN and layout is DENSE)
@@ -285,11 +272,9 @@ class GradientPlan(NamedTuple):
 def plan_gradients(
     a_plan: NodePlan, b_plan: NodePlan, needs: tuple[bool, ...], layers: tuple[int, ...]
 ) -> GradientPlan:
-    """Return the gradients that are needed of the tensors of some layers, which have upstream gradients.
-
-    `needs` has a flag for each tensor. The A are those of `a_plan`, whose columns are those of dh, and the B and the
-    biases are those of `b_plan`, whose columns are those of h.
-    """
+    """Return the gradients that are needed of the tensors of some layers, which have upstream gradients. `needs` has a
+    flag for each tensor. The A are those of `a_plan`, whose columns are those of dh, and the B and the biases are those
+    of `b_plan`, whose columns are those of h."""
     indices = [(i, layer.weight_index) for i, layer in enumerate(b_plan.layers) if i in layers]
     entries = [entry for entry in b_plan.entries if entry.layer in layers]
     b_entries = [entry for entry in entries if needs[entry.a_index + 1]]

@@ -70,12 +70,10 @@ class Projection(NamedTuple):
 
 
 def tensors_to_save(ctx: Any, tensors: Sequence[Any], present: Sequence[int]) -> Sequence[Any]:
-    """Keep the tensors of a node for backward. Return those that autograd has to save.
-
-    `present` are the indices of those that are neither None nor a `FrozenWeight`. Autograd has to save none if all of
-    these are leaves with versions, as parameters are. A block of `lean` saves leaves themselves anyway, because engines
-    exchange their data, and each call of its hooks takes the host 10 us.
-    """
+    """Keep the tensors of a node for backward. Return those that autograd has to save. `present` are the indices of
+    those that are neither None nor a `FrozenWeight`. Autograd has to save none if all of these are leaves with
+    versions, as parameters are. A block of `lean` saves leaves themselves anyway, because engines exchange their data,
+    and each call of its hooks takes the host 10 us."""
     leaves = [tensors[i] for i in present]
     versions = [leaf._version for leaf in leaves if leaf.is_leaf and not leaf.is_inference()]
     if len(versions) == len(leaves):
@@ -86,11 +84,7 @@ def tensors_to_save(ctx: Any, tensors: Sequence[Any], present: Sequence[int]) ->
 
 
 def saved_tensors(ctx: Any, tensors: Sequence[Any]) -> Sequence[Any]:
-    """Return the tensors of a node, whose `tensors_to_save` autograd has saved.
-
-    Raises:
-        RuntimeError: A tensor was written in place after forward.
-    """
+    """Return the tensors of a node after `tensors_to_save`. A write in place since the forward raises an error."""
     if tensors:
         return [saved if other is None else other for saved, other in zip(tensors, ctx.tensors, strict=True)]
     for leaf, version in zip(ctx.leaves, ctx.versions, strict=True):

@@ -129,11 +129,9 @@ def activation_gradients(
     h: Tensor, da: Tensor | None, weights: Tensor, routing: Routing, kind: str, needs: NeededActivationGradients,
     overwrites_h: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return dh, w a [S, I] and dw [T, K]. A result that is not needed is None.
-
-    da [S, I] is None if only w a is needed, which may overwrite it. With `overwrites_h`, the kernel writes dh into the
-    memory of a contiguous h [S, 2 I] or [S, I]. Without kernels, h is not changed.
-    """
+    """Return dh, w a [S, I] and dw [T, K]. A result that is not needed is None. da [S, I] is None if only w a is
+    needed, which may overwrite it. With `overwrites_h`, the kernel writes dh into the memory of a contiguous h [S, 2 I]
+    or [S, I]. Without kernels, h is not changed."""
     if not runs_kernels(h, da, weights):
         return activation_gradients_reference(h, da, weights, routing, kind, needs)
     inner = h.shape[1] // (1 if kind == "relu2" else 2)

@@ -116,11 +116,8 @@ def _place_kernel(
 
 
 def has_order_kernels(index: Tensor, experts: int) -> bool:
-    """Return whether the kernels sort these choices.
-
-    They do on a GPU, for 1 to MOST_EXPERTS experts and fewer than 2^31 choices. The interpreter is excluded, because
-    `tl.sort` takes seconds there. `route` sorts all others by operations of torch.
-    """
+    """Return whether the kernels sort these choices: on a GPU, for 1 to MOST_EXPERTS experts and fewer than 2^31
+    choices. In the interpreter `tl.sort` takes seconds. `route` sorts all others by operations of torch."""
     is_on_gpu = HAS_TRITON and index.is_cuda and type(index) in PLAIN
     return is_on_gpu and 0 < experts <= MOST_EXPERTS and 0 < index.numel() < 2**31
 
@@ -136,10 +133,8 @@ def _empty_routing(index: Tensor, experts: int) -> Routing:
 
 @launcher(fake=_empty_routing)
 def order_choices(index: Tensor, experts: int) -> Routing:
-    """Sort the choices `index` by expert. Choices of one expert stay in their order.
-
-    `index` must not be empty, and `experts` must be from 1 to MOST_EXPERTS.
-    """
+    """Sort the choices `index` by expert. Choices of one expert stay in their order. `index` must not be empty, and
+    `experts` must be from 1 to MOST_EXPERTS."""
     index, result = index.contiguous(), _empty_routing(index, experts)
     # Four bins or more keep `earlier_counts` aligned to 16 bytes for every number of blocks. Otherwise Triton would
     # compile a second variant.

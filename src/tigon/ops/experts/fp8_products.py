@@ -63,11 +63,9 @@ def find_copy(cache: WeightCache | None, name: str, weight: Tensor | None, by_ro
 def find_copies(
     in_fp8: bool, cache: WeightCache | None, up: Tensor | None, down: Tensor | None, by_rows: bool
 ) -> ExpertCopies:
-    """Return the copies for one direction. The cache makes those that are missing; without it, the products do.
-
-    A weight is None if no product in FP8 reads it. `by_rows`: the products sum along the last dimension of the stored
-    weights.
-    """
+    """Return the copies for one direction. The cache makes those that are missing; without it, the products do. A
+    weight is None if no product in FP8 reads it. `by_rows`: the products sum along the last dimension of the stored
+    weights."""
     if not in_fp8:
         return IN_DTYPE
     return ExpertCopies(True, find_copy(cache, "up", up, by_rows), find_copy(cache, "down", down, by_rows))
@@ -111,10 +109,8 @@ def quantise_activated(h: Tensor, kind: str) -> Factor:
 def fp8_token_product(
     x: Tensor, router_weights: Tensor | None, weight: Tensor, copy: WeightCopy, routing: Routing, by_rows: bool
 ) -> Tensor:
-    """Return the products [S, N] of the tokens x [T, M] with the weights of their experts.
-
-    If router_weights [T, K] is not None, they scale the tokens.
-    """
+    """Return the products [S, N] of the tokens x [T, M] with the weights of their experts. If router_weights [T, K] is
+    not None, they scale the tokens."""
     rows = quantise_and_spread(x, router_weights, routing)
     return multiply_groups(rows, _factor(weight, copy, by_rows), routing.ends, weight.dtype)
 

@@ -48,10 +48,8 @@ def quantise_spread_kernel(
     stride_x, width, experts,
     K: tl.constexpr, CHOICES: tl.constexpr, FITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the K rows of one token and their scales. A token that FITS in a block is read once.
-
-    CHOICES is the next power of two of K.
-    """
+    """Write the K rows of one token and their scales. A token that FITS in a block is read once. CHOICES is the next
+    power of two of K."""
     token = tl.program_id(0).to(tl.int64)
     x_ptr += token * stride_x
     present_rows = tl.load(ends_ptr + experts - 1, experts > 0, 0)
@@ -84,10 +82,8 @@ def quantise_spread_kernel(
 
 
 def quantise_and_spread(x: Tensor, weights: Tensor | None, routing: Routing) -> Factor:
-    """Return the FP8 rows [S, H] of x [T, H], sorted by expert, and their scales [S, 1]. There is at least one row.
-
-    If weights [T, K] is not None, the rows are those of weights[t, k] * x[t].
-    """
+    """Return the FP8 rows [S, H] of x [T, H], sorted by expert, and their scales [S, 1]. There is at least one row. If
+    weights [T, K] is not None, the rows are those of weights[t, k] * x[t]."""
     if not runs_fp8_kernels(x):
         return quantise_and_spread_reference(x, weights, routing)
     rows, width, choices = routing.order.shape[0], x.shape[1], routing.slot.shape[1]

@@ -60,10 +60,8 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _groups(ends: Tensor, rows: int) -> list[tuple[int, int, int]]:
-    """Return the index, the first row and the end of each group that has rows.
-
-    The list is empty on the meta device, because sizes cannot be read there.
-    """
+    """Return the index, the first row and the end of each group that has rows; none on the meta device, which has no
+    sizes."""
     sizes = ends.tolist() if rows and not ends.is_meta else []
     return [(i, start, end) for i, (start, end) in enumerate(zip([0, *sizes], sizes, strict=False)) if start < end]
 
@@ -139,16 +137,11 @@ class _RowsOfGroups(Node):
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return [S, M] for x [S, N] and weight [E, N, M] of one dtype.
-
-    `ends` [E] int32 is one past the last row of each group.
-    """
+    """Return [S, M] for x [S, N] and weight [E, N, M] of one dtype. `ends` [E] int32 are the ends of the groups."""
     return _GroupedLinear.apply(x, weight, ends)
 
 
 def rows_of_groups(x: Tensor, group: Tensor, ends: Tensor) -> Tensor:
-    """Return x[group] [S, M] for x [E, M], the group of each row [S] int64, and ends [E].
-
-    A row that belongs to no group may have any valid group in `group`. It does not contribute to the gradient.
-    """
+    """Return x[group] [S, M] for x [E, M], the group of each row [S] int64, and ends [E]. A row that belongs to no
+    group may have any valid group in `group`. It does not contribute to the gradient."""
     return _RowsOfGroups.apply(x, group, ends)

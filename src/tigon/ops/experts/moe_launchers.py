@@ -137,10 +137,8 @@ def moe_backward(
     dy: Tensor, saved: SavedExperts, options: ExpertOptions, needs: NeededMoEGradients, overwrites_h: bool,
     copies: ExpertCopies,
 ) -> MoEGradients:  # fmt: skip
-    """Return the gradients that are needed, from dy [T, H] and what the forward saved, with h.
-
-    With `overwrites_h`, the kernel writes the gradient of h into its memory.
-    """
+    """Return the gradients that are needed, from dy [T, H] and what the forward saved, with h. With `overwrites_h`, the
+    kernel writes the gradient of h into its memory."""
     x, h, weights, up, down, _, down_bias, routing = saved
     assert h is not None
     ends, transposed, weight_inputs = routing.ends, options.transposed, options.weight_inputs

@@ -155,12 +155,8 @@ def spread_tokens(
     x: Tensor, rows: Tensor | None, weights: Tensor | None, slot: Tensor, ends: Tensor, dtype: torch.dtype,
     needs_rows: bool, needs_dot: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Copy each token [T, H] to its K rows.
-
-    Returns:
-        weights[t, k] * x[t] [S, H], without the factor if `weights` is None; and x[t] . rows[slot[t, k]] [T, K] for
-        rows [S, H]. A result that is not needed is None.
-    """
+    """Return weights[t, k] * x[t] [S, H] for each row of a token, without the factor if `weights` is None, and x[t] .
+    rows[slot[t, k]] [T, K] for rows [S, H]. A result that is not needed is None."""
     y, dot = _empty_spread(x, weights, slot, dtype, needs_rows, needs_dot)
     x, stride = dense_rows(x)
     block = _block_of_token(x.shape[-1])
@@ -212,10 +208,8 @@ class _Combine(Node):
 
 
 def spread(x: Tensor, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:
-    """Return [S, H]: each token of x [T, H] once for each of its choices, sorted by expert.
-
-    The result has the dtype of `x` if `dtype` is None.
-    """
+    """Return [S, H]: each token of x [T, H] once for each of its choices, sorted by expert. The result has the dtype of
+    `x` if `dtype` is None."""
     if runs_kernels(x) and routing.slot.numel() and x.shape[1]:
         return _Spread.apply(x, routing.slot, routing.ends, dtype or x.dtype)
     return spread_reference(x, routing, dtype)
@@ -232,10 +226,8 @@ def spread_weighted(x: Tensor, weights: Tensor, routing: Routing, dtype: torch.d
 
 
 def dot_products(x: Tensor, rows: Tensor, weights: Tensor, routing: Routing) -> Tensor:
-    """Return x[t] . rows[slot[t, k]] [T, K] for x [T, H] and rows [S, H], without autograd.
-
-    The result has the dtype and the shape of `weights`. It is 0 for the choices of experts of other ranks.
-    """
+    """Return x[t] . rows[slot[t, k]] [T, K] for x [T, H] and rows [S, H], without autograd. The result has the dtype
+    and the shape of `weights`. It is 0 for the choices of experts of other ranks."""
     if runs_kernels(x, rows, weights) and routing.slot.numel() and x.shape[1]:
         _, dot = spread_tokens(x, rows, weights, routing.slot, routing.ends, x.dtype, False, True)
         assert dot is not None
@@ -246,10 +238,8 @@ def dot_products(x: Tensor, rows: Tensor, weights: Tensor, routing: Routing) -> 
 
 
 def combine(rows: Tensor, weights: Tensor | None, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:
-    """Return [T, H]: the sum of the rows of each token's choices, from rows [S, H] that are sorted by expert.
-
-    If weights [T, K] is not None, they scale the rows. The result has the dtype of `rows` if `dtype` is None.
-    """
+    """Return [T, H]: the sum of the rows [S, H] of each token's choices, scaled by weights [T, K] if there are some.
+    The dtype is that of `rows` if `dtype` is None."""
     if runs_kernels(rows, weights) and routing.slot.numel() and rows.shape[1]:
         return _Combine.apply(rows, weights, routing.slot, routing.ends, dtype or rows.dtype)
     return combine_reference(rows, weights, routing, dtype)

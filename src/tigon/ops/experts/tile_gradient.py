@@ -23,10 +23,8 @@ if gluon is not None and hopper is not None:
 
     @gluon.jit
     def _find_expert(ends_ptr, tile, rows, columns, ROWS_FIRST: gl.constexpr):
-        """Return the expert of a tile, its first row, the end of its rows, and the row and the column of the tile.
-
-        An expert has `rows` x `columns` tiles. If ROWS_FIRST, those of a column follow one another.
-        """
+        """Return the expert of a tile, its first row, the end of its rows, and the row and the column of the tile. An
+        expert has `rows` x `columns` tiles. If ROWS_FIRST, those of a column follow one another."""
         expert = tile // (rows * columns)
         place = tile - expert * rows * columns
         if ROWS_FIRST:
@@ -38,11 +36,9 @@ if gluon is not None and hopper is not None:
 
     @gluon.jit
     def _copy_rows(pipeline, copies, ROWS_FIRST: gl.constexpr, STAGES: gl.constexpr):
-        """Start the copies of one step, and return the description of the step after it.
-
-        `pipeline` has the descriptors, the stages and the tiles. `copies` describes the step: (its number, tile, row,
-        end row, tile row, tile column).
-        """
+        """Start the copies of one step, and return the description of the step after it. `pipeline` has the
+        descriptors, the stages and the tiles. `copies` describes the step: (its number, tile, row, end row, tile row,
+        tile column)."""
         x_tiles, dy_tiles, x_smem, dy_smem, ready, empty, ends_ptr, tiles, rows, columns = pipeline
         step, tile, row, end_row, tile_row, tile_column = copies
         # An expert without rows has no steps.

@@ -27,11 +27,9 @@ product_kernel: Any = None
 
 @triton.jit(do_not_specialize=["E"])
 def row_blocks_kernel(ends_ptr, blocks_ptr, E, BLOCK_ROWS: tl.constexpr, BLOCK_E: tl.constexpr):  # [E], [B, 4]
-    """List the blocks of BLOCK_ROWS rows of all experts. Program e writes those of expert e.
-
-    blocks[0, 0] is their number, and B - 1 is the largest possible one. blocks[1 + i] is for block i: the expert, the
-    expert's first row, the end of the expert's rows, and the expert's first block.
-    """
+    """List the blocks of BLOCK_ROWS rows of all experts. Program e writes those of expert e. blocks[0, 0] is their
+    number, and B - 1 is the largest possible one. blocks[1 + i] is for block i: the expert, the expert's first row, the
+    end of the expert's rows, and the expert's first block."""
     expert = tl.program_id(0)
     index = tl.arange(0, BLOCK_E)
     ends = tl.load(ends_ptr + index, index < E, 0)
@@ -55,10 +53,8 @@ if gluon is not None and hopper is not None:
 
     @gluon.jit
     def _find_block(blocks_ptr, tile, columns):
-        """Return the expert of a tile, its first row, the end of the expert's rows, and its column of tiles.
-
-        The tiles of an expert follow one another, those of a column first: they share a tile of the weight.
-        """
+        """Return the expert of a tile, its first row, the end of the expert's rows, and its column of tiles. The tiles
+        of an expert follow one another, those of a column first: they share a tile of the weight."""
         row = blocks_ptr + (1 + tile // columns) * 4
         start, end_row, first_block = gl.load(row + 1), gl.load(row + 2), gl.load(row + 3)
         place, count = tile - first_block * columns, (end_row - start + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -66,11 +62,9 @@ if gluon is not None and hopper is not None:
 
     @gluon.jit
     def _copy_step(pipeline, copies, BY_ROWS: gl.constexpr, STAGES: gl.constexpr):
-        """Start the copies of one step, and return the description of the step after it.
-
-        `pipeline` has the descriptors, the stages and the list of tiles. `copies` describes the step: (its number,
-        tile, feature, expert, first row, column).
-        """
+        """Start the copies of one step, and return the description of the step after it. `pipeline` has the
+        descriptors, the stages and the list of tiles. `copies` describes the step: (its number, tile, feature, expert,
+        first row, column)."""
         x_tiles, weight_tiles, x_smem, weight_smem, ready, empty, blocks_ptr, tiles, columns, N, M = pipeline
         step, tile, k, expert, first_row, column = copies
         if tile < tiles:
@@ -156,9 +150,7 @@ if gluon is not None and hopper is not None:
         BY_ROWS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
     ):  # fmt: skip
         """Compute tiles of y. All rows of a tile belong to one expert. Program i of P computes the tiles i, i + P, ...
-
-        If BY_ROWS, the weight of an expert is stored as [N, M], otherwise as [M, N].
-        """
+        If BY_ROWS, the weight of an expert is stored as [N, M], otherwise as [M, N]."""
         dtype: gl.constexpr = x_tiles.dtype
         shape: gl.constexpr = [STAGES, STEP, COLUMNS] if BY_ROWS else [STAGES, COLUMNS, STEP]
         x_smem = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, ROWS, STEP], x_tiles.layout)

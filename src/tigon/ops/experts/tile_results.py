@@ -28,11 +28,9 @@ if gluon is not None and hopper is not None:
 
     @gluon.jit
     def _store(y_ptr, y_tiles, buffers, y, tile_row, rows, col, columns, IS_WHOLE: gl.constexpr, BUFFER: gl.constexpr):
-        """Store the first `rows` rows of y [64, 64] from column `col` on.
-
-        If IS_WHOLE, the TMA stores all rows, as those of y_tiles from `tile_row` on. It reads them from one of two
-        buffers, which take turns. Otherwise the warps store them, as the first rows of y_ptr.
-        """
+        """Store the first `rows` rows of y [64, 64] from column `col` on. If IS_WHOLE, the TMA stores all rows, as
+        those of y_tiles from `tile_row` on. It reads them from one of two buffers, which take turns. Otherwise the
+        warps store them, as the first rows of y_ptr."""
         buffer = buffers.index(BUFFER)
         if IS_WHOLE:
             # The TMA may still read the other buffer, which it got after this one.

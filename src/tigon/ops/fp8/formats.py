@@ -42,10 +42,8 @@ class Fp8Options(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """An FP8 factor of a product: values [R, C], stored by rows along which the product sums, and their scale.
-
-    The scale has the shape [1], or [R, 1] with one number for each row. The matrix is `scale * values`.
-    """
+    """An FP8 factor of a product: values [R, C], stored by rows along which the product sums, and their scale. The
+    scale has the shape [1], or [R, 1] with one number for each row. The matrix is `scale * values`."""
 
     values: Tensor
     scale: Tensor
@@ -60,12 +58,10 @@ class Factor(NamedTuple):
 
 
 class FusedPass(NamedTuple):
-    """A pass of a quantisation that a kernel does while it reads the matrix for another product.
-
-    `maximum` [1] holds the bits of an fp32 number, in int32. Without `copy`, the kernel raises it to the largest
-    absolute value that it reads. With `copy`, `maximum` already holds the largest absolute value of the whole matrix,
-    and the kernel writes the values of the copy and their scale.
-    """
+    """A pass of a quantisation that a kernel does while it reads the matrix for another product. `maximum` [1] holds
+    the bits of an fp32 number, in int32. Without `copy`, the kernel raises it to the largest absolute value that it
+    reads. With `copy`, `maximum` already holds the largest absolute value of the whole matrix, and the kernel writes
+    the values of the copy and their scale."""
 
     maximum: Tensor
     copy: Factor | None = None
@@ -77,11 +73,7 @@ def pad(size: int) -> int:
 
 
 def check_sizes(op: str, **weights: Tensor) -> None:
-    """Check that both sizes of each weight are multiples of 16.
-
-    Raises:
-        ValueError: A size is not. The message names the shape.
-    """
+    """Check that both sizes of each weight are positive multiples of 16."""
     for name, weight in weights.items():
         if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE or not weight.numel():
             raise ValueError(
@@ -97,10 +89,8 @@ def check_options(op: str, recipe: object, fp8_dw: object) -> None:
 
 @functools.cache
 def has_units(arch: str) -> bool:
-    """Return whether a chip has the FP8 units that Tigon uses: "sm_89" (Ada), "sm_90" (Hopper) and later ones.
-
-    Chips of AMD have units too, some of them for other formats. Tigon has not been tested with them.
-    """
+    """Return whether a chip has the FP8 units that Tigon uses: "sm_89" (Ada), "sm_90" (Hopper) and later ones. Chips of
+    AMD have units too, some of them for other formats. Tigon has not been tested with them."""
     return arch.startswith("sm_") and int(arch[3:]) >= 89
 
 

@@ -168,25 +168,9 @@ def fp8_glu_mlp(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, activation: str = "silu", recipe: str = "tensorwise",
     fp8_dw: bool = True, caches: WeightCache | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return (act(x G^T) * (x U^T)) D^T, a gated MLP of three weights whose nine products run in FP8.
-
-    Args:
-        x: [..., H], fp32 | bf16 | fp16, any strides.
-        gate: G, [I, H], like the weight of `nn.Linear`.
-        up: U, [I, H].
-        down: D, [O, I].
-        activation: "silu", "gelu" or "gelu_tanh".
-        recipe: See `fp8_linear`.
-        fp8_dw: See `fp8_linear`.
-        caches: The FP8 copies of the weights, which belong to these weights only. None makes them at each call.
-
-    Returns:
-        [..., O] in the dtype of x.
-
-    Raises:
-        TypeError: An argument is not a floating-point tensor, or an option has another type.
-        ValueError: Shapes, devices or dtypes do not fit, a size is no multiple of 16, or an option is unknown.
-    """
+    """Return (act(x G^T) * (x U^T)) D^T, a gated MLP whose nine products run in FP8, for x [..., H], gate and up [I, H]
+    and down [O, I]. `recipe` and `fp8_dw` are those of `fp8_linear`. `caches` holds the FP8 copies of these weights
+    only; None makes them at each call."""
     op, weights = "fp8_glu_mlp", {"gate": gate, "up": up, "down": down}
     checks.tensor(op, x=x, **weights)
     checks.floating(op, x=x, **weights)

@@ -213,25 +213,9 @@ def fp8_projections(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, recipe: str = "tensorwise",
     fp8_dw: bool = True, caches: WeightCache | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return x W_i^T + b_i for several layers of one input, as one node whose products run in FP8.
-
-    The layers share the scales of weights and of upstream gradients, as one layer with all outputs would.
-
-    Args:
-        x: [..., H], fp32 | bf16 | fp16, any strides.
-        weights: [O_i, H] each.
-        biases: [O_i] or None, one for each weight.
-        recipe: See `fp8_linear`.
-        fp8_dw: See `fp8_linear`.
-        caches: The FP8 copies of the weights, which belong to these weights only. None makes them at each call.
-
-    Returns:
-        A tuple of [..., O_i] in the dtype of x.
-
-    Raises:
-        TypeError: An argument is not a floating-point tensor, or an option has another type.
-        ValueError: Shapes, devices or dtypes do not fit, a size is no multiple of 16, or `recipe` is unknown.
-    """
+    """Return x W_i^T + b_i for layers [O_i, H] of one input x [..., H], as one node whose products run in FP8. They
+    share the scales of weights and of upstream gradients, as one layer with all outputs would. The options are those of
+    `fp8_glu_mlp`."""
     op = "fp8_projections"
     if not weights or len(weights) != len(biases):
         raise ValueError(f"{op}: there must be one bias or None for each weight, got {len(weights)} and {len(biases)}")

@@ -218,10 +218,8 @@ def quantise_gradients(gate: Tensor, up: Tensor, da: Tensor, kind: str, needs: G
 def gated_gradients(
     da: Tensor, gate: Tensor, up: Tensor, kind: str, needs: GatedNeeds
 ) -> tuple[Factor | None, Factor | None, Factor | None]:
-    """Return the FP8 copies of [dgate | dup] by rows and transposed, and that of a, for contiguous tensors [T, I].
-
-    A copy that is not needed is None.
-    """
+    """Return the FP8 copies of [dgate | dup] by rows and transposed, and that of a, for contiguous tensors [T, I]. A
+    copy that is not needed is None."""
     if runs_fp8_kernels(gate):
         gradients, of_a = quantise_gradients(gate, up, da, kind, needs)
     else:

@@ -28,11 +28,9 @@ _BIAS_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def multiply_fp8(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = None, is_fast: bool = False) -> Tensor:
-    """Return a b^T + bias [M, N] in `dtype`. With `is_fast` the units keep fewer bits while they accumulate.
-
-    fp16 and fp32 results of factors with a scale for each row are rounded to bf16 first, because the units return
-    nothing else. Without rows, or without columns to sum, the result is the bias or zero.
-    """
+    """Return a b^T + bias [M, N] in `dtype`. With `is_fast` the units keep fewer bits while they accumulate. fp16 and
+    fp32 results of factors with a scale for each row are rounded to bf16 first, because the units return nothing else.
+    Without rows, or without columns to sum, the result is the bias or zero."""
     m, k = a.values.shape
     if m == 0 or k == 0:
         y = a.scale.new_zeros((m, b.values.shape[0]), dtype=dtype)
@@ -71,10 +69,8 @@ def _empty_products(rows: Factor, weights: Factor, dtype: torch.dtype) -> Tensor
 @launcher(fake=_empty_products)
 def multiply_groups(rows: Factor, weights: Factor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [S, N] in `dtype` for rows [S, K], weights [E, N, K] and ends [E] int32, one past the last row of a group.
-
     The units return bf16, which is then converted, and keep fewer bits while they accumulate. With precise sums,
-    products of a few hundred rows for each group would take longer than in bf16.
-    """
+    products of a few hundred rows for each group would take longer than in bf16."""
     if not has_grouped_units(rows.values):
         return emulate_groups(rows, weights, ends, dtype)
     scale = rows.scale.view(-1)
@@ -82,10 +78,8 @@ def multiply_groups(rows: Factor, weights: Factor, ends: Tensor, dtype: torch.dt
 
 
 def emulate_groups(rows: Factor, weights: Factor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `multiply_groups` in torch, with products in fp32. Rows behind the last group are zero.
-
-    The host waits for the sizes of the groups. On the meta device, which has none, nothing is computed.
-    """
+    """Compute `multiply_groups` in torch, with products in fp32. Rows behind the last group are zero. The host waits
+    for the sizes of the groups. On the meta device, which has none, nothing is computed."""
     y = _empty_products(rows, weights, dtype).zero_()
     start = 0
     for group, end in enumerate([] if ends.is_meta else ends.tolist()):

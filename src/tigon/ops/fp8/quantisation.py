@@ -194,10 +194,8 @@ def _section(x: Tensor | None, start: int, size: int) -> Tensor | None:
 
 
 def _window(values: Tensor | None, row: int, column: int, m: int, k: int) -> Tensor | None:
-    """Return the m rows from `row` on and the k columns from `column` on.
-
-    If they are the whole matrix, return it itself, because a view of two dimensions takes the host 3 us or more.
-    """
+    """Return the m rows from `row` on and the k columns from `column` on. If they are the whole matrix, return it
+    itself, because a view of two dimensions takes the host 3 us or more."""
     if values is None or values.shape == (m, k):
         return values
     return values[row : row + m, column : column + k]
@@ -222,10 +220,8 @@ def _find_maxima(part: _MatrixPart, maxima: Maxima) -> None:
 
 
 def write_part(part: _MatrixPart, maxima: Maxima, copies: Copies, layout: Layout, is_reversed: bool = False) -> None:
-    """Write the copies of a part, scaled by the maxima of the whole matrix.
-
-    With `is_reversed`, start at the last tile, which the producer of the matrix wrote last.
-    """
+    """Write the copies of a part, scaled by the maxima of the matrix, from its last tile on if that was written last
+    (`is_reversed`)."""
     m, k = part.x.shape
     config = _choose_tiles(part, True)
     column_blocks = cdiv(k, config.block_k)
@@ -254,11 +250,9 @@ def write_part(part: _MatrixPart, maxima: Maxima, copies: Copies, layout: Layout
 def quantise_parts(
     first: Tensor, others: list[Tensor], up: Tensor | None, kind: str, layout: Layout, maximum: Tensor | None
 ) -> Copies:
-    """Return the copies of the matrix that consists of `first` and `others`, or of act(first) * up without others.
-
-    Rows of parts may have gaps, but not those of a gated matrix. `maximum` [1] holds the bits of the largest absolute
-    value for a tensorwise scale, or None if it is not known.
-    """
+    """Return the copies of the matrix that consists of `first` and `others`, or of act(first) * up without others. Rows
+    of parts may have gaps, but not those of a gated matrix. `maximum` [1] holds the bits of the largest absolute value
+    for a tensorwise scale, or None if it is not known."""
     copies = _empty_parts(first, others, layout)
     parts, row, column = [], 0, 0
     for x in (first, *others):
@@ -283,11 +277,9 @@ def quantise_parts(
 
 
 def quantise(parts: Sequence[Tensor], layout: Layout, maximum: Tensor | None = None) -> Quantised:
-    """Return the FP8 copies of the matrix that consists of the parts. `maximum` is that of `quantise_parts`.
-
-    Parts that are one below the other have multiples of 16 rows, except the last one. Without rows the copies are
-    empty, and so are their scales.
-    """
+    """Return the FP8 copies of the matrix that consists of the parts. `maximum` is that of `quantise_parts`. Parts that
+    are one below the other have multiples of 16 rows, except the last one. Without rows the copies are empty, and so
+    are their scales."""
     if not (layout.needs_rows or layout.needs_transposed):
         return Quantised(None, None)
     first, *others = parts

@@ -56,20 +56,15 @@ class _CachedCopies(NamedTuple):
 
 
 class WeightCache:
-    """The FP8 copies of the weights of a module, by a name for each group of weights.
-
-    A copy is used as long as the weights have the same memory and version, and no optimizer has stepped since.
-    Micro-batches of one step and recomputed layers therefore share it. An entry that is outdated is freed before the
-    new one is made. A step matters for frozen weights too, because averages of trained weights are often written to
-    them through `weight.data` after a step. With `keeps_frozen`, copies of frozen weights serve over several steps.
-
-    The copies take one byte for each weight and direction. Do not use a cache for weights whose shards are gathered for
-    each layer: it would hold the copies of all layers at once. After a write that the cache cannot see, such as one
-    through `weight.data`, the caller must call `clear`.
-
-    Nothing is cached under `torch.compile` and while a CUDA graph is captured. A replay must quantise the weights that
-    it finds, and a graph must not read copies that are freed later.
-    """
+    """The FP8 copies of the weights of a module, by a name for each group of weights. A copy is used as long as the
+    weights have the same memory and version, and no optimizer has stepped since. Micro-batches of one step and
+    recomputed layers therefore share it. An entry that is outdated is freed before the new one is made. A step matters
+    for frozen weights too, because averages of trained weights are often written to them through `weight.data` after a
+    step. With `keeps_frozen`, copies of frozen weights serve over several steps. The copies take one byte for each
+    weight and direction. Do not use a cache for weights whose shards are gathered for each layer: it would hold the
+    copies of all layers at once. After a write that the cache cannot see, such as one through `weight.data`, the caller
+    must call `clear`. Nothing is cached under `torch.compile` and while a CUDA graph is captured. A replay must
+    quantise the weights that it finds, and a graph must not read copies that are freed later."""
 
     def __init__(self, keeps_frozen: bool = False) -> None:
         self.keeps_frozen = keeps_frozen

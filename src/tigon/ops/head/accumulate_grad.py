@@ -20,10 +20,8 @@ SAMPLE_SIZE = 64
 
 
 class AccumulatedGradient:
-    """The gradient buffer of a weight [V, H], to which a forward pass adds dW.
-
-    The buffer is `main_grad` if the weight has one, and `grad` otherwise.
-    """
+    """The gradient buffer of a weight [V, H], to which a forward pass adds dW. The buffer is `main_grad` if the weight
+    has one, and `grad` otherwise."""
 
     def __init__(self, op: str, weight: Tensor, name: str, buffer: Tensor) -> None:
         self.op, self.weight, self.name, self.buffer = op, weight, name, buffer
@@ -70,10 +68,8 @@ class AccumulatedGradient:
             )
 
     def make_nan_if_wrong(self, dloss: Tensor | None) -> None:
-        """Make the buffer NaN in backward unless the upstream gradient [] is one and the buffer still contains dW.
-
-        A second backward of the loss raises a RuntimeError.
-        """
+        """Make the buffer NaN in backward unless the upstream gradient [] is one and the buffer still contains dW. A
+        second backward raises an error."""
         if self.had_backward:
             raise RuntimeError(f"{self.op}: a loss with accumulate_grad has one backward, got a second one")
         self.had_backward = True
@@ -91,10 +87,8 @@ def _buffer_of(weight: Tensor) -> tuple[str, Tensor | None]:
 
 
 def accumulated_gradient(op: str, weight: Tensor, acc_dtype: torch.dtype | None) -> AccumulatedGradient | None:
-    """Return the buffer to which the forward pass adds dW, or None if the weight has no gradient yet, or needs none.
-
-    A buffer that would not contain the sum of the gradients that autograd would pass on raises a ValueError.
-    """
+    """Return the buffer to which the forward pass adds dW, or None if the weight has no gradient yet, or needs none. A
+    buffer that would not contain the sum of the gradients that autograd would pass on raises a ValueError."""
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and weight.requires_grad):
         return None
     if hasattr(weight, "placements"):

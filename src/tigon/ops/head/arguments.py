@@ -73,10 +73,8 @@ def check_head(
 
 
 def check_valid_rows(op: str, valid_rows: Any, targets: Tensor, ignore_index: int) -> ValidRows | Literal[False] | None:
-    """Check that `valid_rows` are the rows of `targets`, if they are given, and return them.
-
-    Compiled code finds the rows when it runs, so None replaces them there.
-    """
+    """Check that `valid_rows` are the rows of `targets`, if they are given, and return them. Compiled code finds the
+    rows when it runs, so None replaces them there."""
     if valid_rows is None or valid_rows is False:
         return valid_rows
     if not isinstance(valid_rows, ValidRows):

@@ -79,10 +79,8 @@ class ChunkConfig(LaunchConfig):
 
     def token_limit(self, tokens: int, token_bytes: int, max_logits_mib: float | None, spare_tokens: int) -> int:
         """Return the largest number of tokens of a chunk, for a call with `tokens` tokens and logits of `token_bytes`.
-
         A chunk may exceed the budget of the config, but not the caller's, by `spare_tokens`, if `max_chunks` chunks are
-        then enough.
-        """
+        then enough."""
         if self.tokens is not None:
             return self.tokens
         limit = max(1, int((max_logits_mib or self.budget_mib) * 2**20) // token_bytes)
@@ -101,11 +99,9 @@ class ChunkConfig(LaunchConfig):
         return rounded if rounded <= limit else min(tokens, limit)
 
     def divide(self, count: int, tokens: int) -> list[slice]:
-        """Return the chunks of `count` tokens, with at most `tokens` tokens each.
-
-        The last two chunks are about equally long, because a short one would leave multiprocessors idle. The first of
-        them has whole tiles, unless that leaves a short second one.
-        """
+        """Return the chunks of `count` tokens, with at most `tokens` tokens each. The last two chunks are about equally
+        long, because a short one would leave multiprocessors idle. The first of them has whole tiles, unless that
+        leaves a short second one."""
         chunks, start = [], 0
         while start < count:
             remaining = count - start
@@ -223,14 +219,11 @@ def compute_chunks(
     empty: Callable[[], Any] | None, *, logits_dtype: torch.dtype | None = None, dw_buffer: Tensor | None = None,
     low_rank: LowRank = NO_LOW_RANK, casts_weight: bool = True,
 ) -> tuple[Any, Gradients]:  # fmt: skip
-    """Return the results [T, ...] of all tokens, and the gradients of the inputs.
-
-    `compute` returns a NamedTuple of the results of a chunk, and d(logits), which may overwrite the logits. These
-    are in the dtype of x or in `logits_dtype`. Results that were not requested are None or empty. Tokens without a
-    chunk have those of ignored tokens: -1 for predictions, and 0 for all others. `empty` allocates all results, or
-    is None if there are none. dW is added to `dw_buffer`, if there is one. Products take the weight in the dtype of
-    x, if `casts_weight`.
-    """
+    """Return the results [T, ...] of all tokens, and the gradients of the inputs. `compute` returns a NamedTuple of the
+    results of a chunk, and d(logits), which may overwrite the logits. These are in the dtype of x or in `logits_dtype`.
+    Results that were not requested are None or empty. Tokens without a chunk have those of ignored tokens: -1 for
+    predictions, and 0 for all others. `empty` allocates all results, or is None if there are none. dW is added to
+    `dw_buffer`, if there is one. Products take the weight in the dtype of x, if `casts_weight`."""
     x, bias, tokens = head.x, head.bias, len(head.x)
     ignore_index = settings.ignore_index if plan.has_all_rows else None
     addition = None

@@ -40,11 +40,9 @@ def find_rows(target: Tensor, ignore_index: int, multiplications: int) -> ValidR
 def rows_to_compute(
     valid_rows: ValidRows | bool | None, x: Tensor, target: Tensor, ignore_index: int, shard: Shard
 ) -> tuple[Tensor | None, int]:
-    """Return the rows of x [T, H] to compute, and their number. None means all rows.
-
-    All rows are computed if the caller requests it by `valid_rows=False`, or if few rows are ignored. In compiled code
-    the number is -1: the operator finds the rows when it runs, by another call of this function without `valid_rows`.
-    """
+    """Return the rows of x [T, H] to compute, and their number. None means all rows. All rows are computed if the
+    caller requests it by `valid_rows=False`, or if few rows are ignored. In compiled code the number is -1: the
+    operator finds the rows when it runs, by another call of this function without `valid_rows`."""
     m = target.numel()
     if torch.compiler.is_compiling():
         return None, m if valid_rows is False else -1
@@ -84,8 +82,6 @@ def write_rows(whole: Tensor, rows: Rows, values: Tensor) -> None:
 
 
 def without_ignored(x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """Return the hidden states [C, H] of a chunk, with zeros for ignored tokens.
-
-    Their d(logits) are zero, but zero times a hidden state that is infinite or NaN would be NaN in dW.
-    """
+    """Return the hidden states [C, H] of a chunk, with zeros for ignored tokens. Their d(logits) are zero, but zero
+    times a hidden state that is infinite or NaN would be NaN in dW."""
     return x.where((target != ignore_index)[:, None], 0.0)

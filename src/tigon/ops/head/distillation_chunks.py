@@ -67,10 +67,8 @@ class DistillationResults(NamedTuple):
 def _teacher_logits(
     teacher: Teacher, settings: DistillationSettings, tokens: int, vocabulary: int
 ) -> Callable[[Rows], Tensor]:
-    """Return a function from at most `tokens` rows to their logits [C, W] of the teacher.
-
-    They are in a buffer that the next call may overwrite.
-    """
+    """Return a function from at most `tokens` rows to their logits [C, W] of the teacher, in a buffer that it
+    reuses."""
     hidden, weight, bias, values, indices = teacher
     if settings.form == "hidden":
         assert hidden is not None
@@ -136,9 +134,7 @@ def distillation_chunks(
     head: Head, teacher: Teacher, scales: Tensor, dloss: Tensor | None, settings: DistillationSettings
 ) -> DistillationResults:
     """Return the losses of all tokens, and the gradients of their sum for the upstream gradients `dloss` [T] or [].
-
-    `scales` are those of `gradient_scales`, and a `dloss` of None stands for ones.
-    """
+    `scales` are those of `gradient_scales`, and a `dloss` of None stands for ones."""
     x, options, v, needs_any = head.x, settings.options, len(head.weight), any(settings.head.needs)
     logits_dtype = _logits_dtype(x, settings.fp32_logits)
     teacher_bytes = _teacher_bytes(teacher, settings.form, v, settings.fp32_logits)

@@ -35,10 +35,8 @@ NO_NEEDS = Needs(False, False, False)
 
 
 class Gradients(NamedTuple):
-    """The gradients of hidden states [T, H], weight [V, H], bias [V] and the factors [T, R] and [V, R] of `LowRank`.
-
-    A gradient that is not needed is None.
-    """
+    """The gradients of hidden states [T, H], weight [V, H], bias [V] and the factors [T, R] and [V, R] of `LowRank`. A
+    gradient that is not needed is None."""
 
     dx: Tensor | None = None
     dw: Tensor | None = None
@@ -136,10 +134,8 @@ class Addition:
 
 
 def _column_scales(factor: Tensor) -> Tensor:
-    """Return for each column [R] the power of two that divides its maximum to [0.5, 1).
-
-    It is 1 for a column that is not finite, and for one of zeros.
-    """
+    """Return the power of two that divides the maximum of each column [R] to [0.5, 1); 1 if that is zero or not
+    finite."""
     maxima = factor.detach().abs().amax(0)
     return torch.where(maxima.isfinite(), torch.ldexp(torch.ones_like(maxima), torch.frexp(maxima).exponent), 1.0)
 
@@ -151,11 +147,9 @@ def _terms(factor: Tensor, dtype: torch.dtype) -> list[Tensor]:
 
 
 class GradientSums:
-    """The gradients of all inputs, to which the d(logits) of each chunk contribute.
-
-    `ignore_index` is the target of ignored tokens if all tokens are computed, and None if only valid ones are. dW is
-    added to `dw_buffer` [V, H], if there is one.
-    """
+    """The gradients of all inputs, to which the d(logits) of each chunk contribute. `ignore_index` is the target of
+    ignored tokens if all tokens are computed, and None if only valid ones are. dW is added to `dw_buffer` [V, H], if
+    there is one."""
 
     def __init__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs, *, ignore_index: int | None,

@@ -71,10 +71,8 @@ def loss_of(result: Any) -> Tensor:
 def _differentiate(
     call: Callable[[list[Tensor]], Any], values: list[Tensor], constants: list[Tensor], is_last: bool
 ) -> tuple[Any, list[Tensor]]:
-    """Return the result of the function, and the gradients of its loss for `values`.
-
-    The graph of the last call is retained, because arguments of the function may need gradients.
-    """
+    """Return the result of the function, and the gradients of its loss for `values`. The last call retains its graph
+    for the arguments."""
     with torch.enable_grad():
         leaves = [value.detach().requires_grad_() for value in values]
         result = call([*leaves, *constants])
@@ -89,10 +87,8 @@ _gradients = without_autocast(torch.autograd.grad)
 
 
 def _random_state(device: torch.device) -> Callable[[], None]:
-    """Return a function that restores the current random state of the CPU and of the device.
-
-    The state of the GPU cannot be read while a CUDA graph is captured.
-    """
+    """Return a function that restores the current random state of the CPU and of the device. A capture cannot read that
+    of the GPU."""
     state, gpu_state = torch.get_rng_state(), None
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         gpu_state = torch.cuda.get_rng_state(device)
@@ -124,11 +120,9 @@ class LossProblem(NamedTuple):
 def compute_loss(
     call: Callable[[list[Tensor]], Any], problem: LossProblem
 ) -> tuple[Any, Gradients, Tensor | None]:  # fmt: skip
-    """Return what the loss function returned for the whole batch, the gradients, and whether the loss is a sum.
-
-    `call` calls the loss function with values [T] of all tokens. The third result is a bool tensor [], or None if there
-    is only one part.
-    """
+    """Return what the loss function returned for the whole batch, the gradients, and whether the loss is a sum. `call`
+    calls the loss function with values [T] of all tokens. The third result is a bool tensor [], or None if there is
+    only one part."""
     head, plan, settings, options, with_entropy, with_sum_sq_probs = problem
     x, weight, target, parts = head.x, head.weight, head.target, len(plan.parts)
     scales = gradient_scales(target, None, None, len(weight), options.ignore_index, False)

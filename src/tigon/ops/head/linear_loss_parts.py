@@ -37,11 +37,8 @@ class _Units(NamedTuple):
 def _find_units(
     group: Group, shape: torch.Size, rows: Tensor | None, count: int, token_limit: int, cu_seqlens: Tensor | None
 ) -> _Units:
-    """Return the units of targets of this shape, of which `rows` [count] are computed, or all if it is None.
-
-    A part has at most `token_limit` computed tokens. Tokens before the first packed sequence belong to its unit, and
-    tokens after the last one to the unit of that sequence.
-    """
+    """Return the units of targets of this shape, of which `rows` [count] are computed, or all if it is None. Tokens
+    before the first packed sequence belong to its unit, and tokens after the last one to the last unit."""
     tokens = shape.numel()
     if group == "batch" or not tokens:
         return _Units("batch", [count], [0, count])
@@ -68,10 +65,8 @@ def _find_units(
 
 
 def _divide(units: _Units, rows: Tensor | None, token_limit: int, device: torch.device) -> list[Rows] | None:
-    """Return the rows of parts of at most `token_limit` computed tokens; None if a unit has more than that.
-
-    Parts without computed tokens are left out.
-    """
+    """Return the rows of parts of at most `token_limit` computed tokens, without empty ones; None if a unit has more
+    tokens."""
     if any(size > token_limit for size in units.sizes):
         return None
     ends, size = [0], 0

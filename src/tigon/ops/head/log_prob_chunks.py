@@ -93,10 +93,8 @@ class SlabConfig(LaunchConfig):
         return SlabConfig(max(1, sum_bytes // (4 * problem.hidden)), budget, tile=128)
 
     def shorter_block(self, problem: SlabProblem, count: int, max_blocks: int) -> int:
-        """Return the tokens of a block for which the sum of dx takes half of the budget, if `max_blocks` are enough.
-
-        Every block then rounds dW, which needs no fp32 sum. All blocks are about equally long.
-        """
+        """Return the tokens of a block for which the sum of dx takes half of the budget, if `max_blocks` of about equal
+        size are enough. Each block then rounds dW, which needs no fp32 sum."""
         in_budget = max(1, self.budget_bytes // (8 * problem.hidden))
         tokens = max(1, min(count, self.block_tokens, max(in_budget, cdiv(count, max_blocks))))
         return cdiv(count, cdiv(count, tokens)) if count else tokens
@@ -161,10 +159,7 @@ def log_prob_gradients(
     head: Head, extra_targets: Tensor | None, scales: Tensor, saved: SavedStatistics, upstream: Upstream,
     settings: LogProbSettings,
 ) -> Gradients:  # fmt: skip
-    """Return the gradients for the upstream gradients [T, ...] of the log-probabilities and entropies.
-
-    The other arguments are those of `log_prob_statistics`, whose results `saved` has.
-    """
+    """Return the gradients for the upstream gradients [T, ...] of the log-probabilities and entropies in `saved`."""
     x, weight, bias, target, rows, count = with_rows(head, settings.head)
     options, in_fp32 = settings.options, settings.fp32_products
     needs, sums_in_fp32, _, ignore_index, shard = settings.head

@@ -28,13 +28,9 @@ FIRST_ROWS = 256
 
 
 def product_in_fp32(a: Tensor, b: Tensor, total: Tensor, accumulate: bool = False) -> None:
-    """Compute total = a b or total += a b in fp32, for total [M, N] fp32, a [M, K] and b [K, N] of any dtype.
-
-    fp64 factors of an fp64 total are multiplied in fp64.
-
-    Products of half-precision numbers are exact in fp32, so two half-precision factors are not copied where cuBLAS
-    returns fp32 sums. Other factors are copied to fp32, one slab of N at a time.
-    """
+    """Compute total = a b or total += a b in fp32 (or fp64), for total [M, N], a [M, K] and b [K, N] of any dtype. Two
+    half-precision factors, whose products are exact in fp32, are not copied where cuBLAS returns fp32 sums. Others are
+    copied to fp32, one slab of N at a time."""
     if a.dtype == b.dtype and (a.dtype == total.dtype or accumulates_in_fp32(a)):
         product(a, b, out=total, accumulate=accumulate)
         return
@@ -53,11 +49,9 @@ def product_in_fp32(a: Tensor, b: Tensor, total: Tensor, accumulate: bool = Fals
 
 
 class WeightGradient:
-    """The gradient of a weight [V, H], summed over chunks, in addition to `buffer` [V, H] if there is one.
-
-    With `in_fp32`, the gradient of a half-precision weight is summed in fp32. Other dtypes are at least as precise. The
-    weight may be more precise than the products (fp32 under autocast).
-    """
+    """The gradient of a weight [V, H], summed over chunks, in addition to `buffer` [V, H] if there is one. With
+    `in_fp32`, the gradient of a half-precision weight is summed in fp32. Other dtypes are at least as precise. The
+    weight may be more precise than the products (fp32 under autocast)."""
 
     def __init__(self, weight: Tensor, in_fp32: bool, buffer: Tensor | None = None) -> None:
         self.result = torch.empty_like(weight, memory_format=torch.contiguous_format) if buffer is None else buffer
@@ -76,10 +70,8 @@ class WeightGradient:
         self.has_sum = True
 
     def add_rows(self, start: int, dlogits: Tensor, x: Tensor) -> None:
-        """Add the product of dlogits [C, v], the columns from `start` on, and x [C, H] to rows [start, start + v).
-
-        Set `has_sum` once the products of the first tokens have been added to all rows.
-        """
+        """Add dlogits^T x, for the columns [C, v] of dlogits from `start` on and x [C, H]. The caller sets `has_sum`
+        after all rows."""
         columns = dlogits.shape[1]
         in_upper = max(0, min(self.middle - start, columns))
         first = start + in_upper - self.middle

@@ -260,11 +260,9 @@ def distill_rows(
     options: DistillationOptions, gradient: Tensor | None,
 ) -> RowLosses:  # fmt: skip
     """Return the losses of logits [M, V] and [M, W], and with `gradient` [M, V] also write the gradient of the student.
-
     `gradient` may be the memory of the student's logits; for fp32 logits also in half precision, as
     `student.view(dtype)[:, :V]`. The first element of `scales` multiplies every loss, and `dloss`, [M], [] or None for
-    ones, multiplies the gradient only. Rows with the target `ignore_index` have losses and gradients of zero.
-    """
+    ones, multiplies the gradient only. Rows with the target `ignore_index` have losses and gradients of zero."""
     if not runs_kernels(student, teacher):
         return distillation_torch(student, teacher, target, scales, dloss, options, gradient)
     (m, v), device = student.shape, device_of(student)
@@ -341,10 +339,8 @@ def divergence_forward(
     x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, needs_dx: bool,
     options: DivergenceOptions,
 ) -> DivergenceResults:  # fmt: skip
-    """Return the loss of students and teachers [M, V] with labels [M], and with `needs_dx` its gradient.
-
-    The first element of `inverse_count` [3] is 1 / valid rows, a factor of the loss. None means 1.
-    """
+    """Return the loss of students and teachers [M, V] with labels [M], and with `needs_dx` its gradient. The first
+    element of `inverse_count` [3] is 1 / valid rows, a factor of the loss. None means 1."""
     loss, dx = _divergence(x, y, labels, inverse_count, options, None, needs_dx)
     assert loss is not None
     return DivergenceResults(loss, dx)

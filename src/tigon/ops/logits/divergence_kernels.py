@@ -77,11 +77,9 @@ class DivergenceConfig(LaunchConfig):
 
 
 def has_native_log2(x: Tensor, device: Device) -> bool:
-    """Return whether the kernels use NVIDIA's instruction for a logarithm, whose error is up to 2^-22, not 2^-24.
-
-    The rounding of half precision is larger than this error. Triton's logarithm takes 35 instructions, and the loop of
-    JSD has time for 40 in total. The interpreter does not execute instructions of a GPU.
-    """
+    """Return whether the kernels use NVIDIA's logarithm, whose error is up to 2^-22, below the rounding of half
+    precision. Triton's takes 35 instructions, and the loop of JSD has time for 40. The interpreter has no such
+    instruction."""
     return x.element_size() == 2 and device.warp_size == 32 and not HIP and not INTERPRETED
 
 
@@ -120,11 +118,8 @@ def _difference(a, log_a, log_b):
 def divergence_element(
     x, y, unit, beta, rest, KIND: tl.constexpr, LOGS: tl.constexpr, REDUCED: tl.constexpr, NATIVE: tl.constexpr
 ):  # fmt: skip
-    """Return the loss, g and q of the module docstring for each element, all multiplied by `unit`.
-
-    If REDUCED, g omits the term c q. `rest` is 1 - beta. If LOGS is False, y is p instead of log p, and for tvd x is q
-    instead of log q.
-    """
+    """Return the loss, g and q of the module docstring for each element, all multiplied by `unit`. If REDUCED, g omits
+    the term c q. `rest` is 1 - beta. If LOGS is False, y is p instead of log p, and for tvd x is q instead of log q."""
     if KIND == "kl":
         if LOGS:
             y = _finite(y)

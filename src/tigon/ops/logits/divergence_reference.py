@@ -15,10 +15,8 @@ DivergenceReduction = Literal["batchmean", "mean", "sum", "none"]
 def prepare_distributions(
     input: Tensor, target: Tensor, labels: Tensor | None, ignore_index: int, from_logits: bool, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return student and teacher [..., V] in fp32 (or fp64), with zeros in ignored rows.
-
-    Logits become log-probabilities.
-    """
+    """Return student and teacher [..., V] in fp32 (or fp64), with zeros in ignored rows. Logits become
+    log-probabilities."""
     dtype = torch.float64 if torch.float64 in (input.dtype, target.dtype) else torch.float32
     x, y = input.to(dtype), target.to(dtype)
     if labels is not None:
@@ -41,10 +39,8 @@ def jsd_kind(beta: float) -> str:
 
 
 def divergence_terms(x: Tensor, y: Tensor, kind: str, beta: float) -> tuple[Tensor, Tensor]:
-    """Return the losses [..., V] of log-probabilities x of the student and y of the teacher, and g = d loss / dx.
-
-    g of "reverse_kl" omits the term q, which cancels in the gradient of logits.
-    """
+    """Return the losses [..., V] of log-probabilities x of the student and y of the teacher, and g = d loss / dx. g of
+    "reverse_kl" omits the term q, which cancels in the gradient of logits."""
     if kind == "kl":
         return relative_entropy(y, x), -y.exp()
     if kind == "reverse_kl":
@@ -67,10 +63,8 @@ def divergence_reference(
     labels: Tensor | None = None, ignore_index: int = -100, from_logits: bool = False, temperature: float = 1.0,
     is_log: bool = True, beta: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Compute a divergence by its eager definition.
-
-    `is_log` says whether the target, and for "tvd" also the input, holds logarithms.
-    """
+    """Compute a divergence by its eager definition. `is_log` says whether the target, and for "tvd" also the input,
+    holds logarithms."""
     x, y = prepare_distributions(input, target, labels, ignore_index, from_logits, temperature)
     if is_log or from_logits:
         losses = divergence_terms(x, y, kind, beta)[0]

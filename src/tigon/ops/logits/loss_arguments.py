@@ -112,10 +112,8 @@ def requested_results(op: str, **flags: bool) -> RequestedResults:
 def loss_output(
     results: tuple[Tensor, ...], target: Tensor, requested: RequestedResults, ignore_index: int, reduction: str
 ) -> Tensor | LossOutput:
-    """Return the loss, or a `LossOutput` with the requested results, reduced and shaped as the target.
-
-    `results` are losses, z-losses, predictions, log-probabilities and entropies per token [M]; the losses may be [].
-    """
+    """Return the loss, or a `LossOutput` with the requested results, reduced and shaped as the target. `results` are
+    losses, z-losses, predictions, log-probabilities and entropies per token [M]; the losses may be []."""
     losses, z_losses, predicted, log_probs, entropy = results
     reduced = lambda values: values.view(target.shape) if reduction == "none" else values.sum()
     loss = losses if losses.dim() == 0 else reduced(losses)

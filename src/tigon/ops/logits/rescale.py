@@ -56,10 +56,8 @@ def rescale(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def rescaled(x: Tensor, factor: Tensor) -> Tensor:
-    """Return x [M, N] times factor, [] or one value per row [M].
-
-    The product is computed in place if this backward pass is the last one, and in a new tensor otherwise.
-    """
+    """Return x [M, N] times factor, [] or one value per row [M]. The product is computed in place if this backward pass
+    is the last one, and in a new tensor otherwise."""
     if torch.compiler.is_compiling() or keeps_graph():
         return (x * (factor[:, None] if factor.dim() else factor)).to(x.dtype)
     return rescale(x, factor)

@@ -42,10 +42,8 @@ def _shard_sizes(vocabulary: int, ranks: int) -> list[int]:
 
 
 def largest_shard(shard: Shard) -> int:
-    """Return the number of rows of the largest shard.
-
-    All ranks derive the size of a chunk from it, because every chunk contains a collective.
-    """
+    """Return the rows of the largest shard, from which all ranks derive the size of a chunk, because chunks contain
+    collectives."""
     if not shard.group_name:
         return shard.vocabulary
     return _rows_per_rank(shard.vocabulary, process_group_of(shard.group_name).size())
@@ -65,11 +63,9 @@ def shard_of(
     op: str, process_group: dist.ProcessGroup | None, rows: int, vocab_size: int | None, name: str = "linear_weight",
     unit: str = "rows",
 ) -> Shard:  # fmt: skip
-    """Check the arguments that describe a sharded vocabulary, and return the shard of this rank.
-
-    `rows` is the number of classes that this rank holds. They are rows of a head or columns of logits, as `unit` says.
-    `name` is the name that the op has for the tensor that holds them.
-    """
+    """Check the arguments that describe a sharded vocabulary, and return the shard of this rank. `rows` is the number
+    of classes that this rank holds. They are rows of a head or columns of logits, as `unit` says. `name` is the name
+    that the op has for the tensor that holds them."""
     if vocab_size is not None:
         checks.size(op, "vocab_size", vocab_size)
     if process_group is None:
@@ -94,12 +90,8 @@ def local_parts(
     op: str, process_group: dist.ProcessGroup | None, input: Tensor, target: Tensor,
     names: tuple[str, str] = ("input", "target"), **head: Tensor | None,
 ) -> list[Any]:  # fmt: skip
-    """Return the local tensors of arguments that may be DTensors: the input, the target, and the tensors of the head.
-
-    `names` are the names that the op has for the input and the target.
-
-    The head must be sharded by rows over `process_group`. The input and the target must be replicated.
-    """
+    """Return the local tensors of an input and a target, which must be replicated, and of the tensors of a head, which
+    must be sharded by rows over `process_group`. `names` are those of the input and the target."""
     from torch.distributed.tensor import DTensor, Replicate
 
     def to_local(name: str, x: Tensor | None, is_head: bool) -> Tensor | None:
@@ -135,12 +127,10 @@ def partial_statistics(
     logits: Tensor, target: Tensor, weight: Tensor | None, options: Options, shard: Shard, wants: Wants,
     extra_targets: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return C numbers [M, C] fp32 of each row of a shard [M, v], the input of `combined_statistics`.
-
-    The columns are m; S; x_t, or 0 if another shard holds it; sum w (x - m), 0 without label smoothing and
-    `wants.mean_logits`; R, 0 unless `wants.entropy`; the index of the largest logit, 0 unless `wants.predicted`; with
-    `wants.sum_sq_probs` Q; x_k of each extra target, or 0 if another shard holds it. All are 0 for ignored tokens.
-    """
+    """Return C numbers [M, C] fp32 of each row of a shard [M, v], the input of `combined_statistics`. The columns are
+    m; S; x_t, or 0 if another shard holds it; sum w (x - m), 0 without label smoothing and `wants.mean_logits`; R, 0
+    unless `wants.entropy`; the index of the largest logit, 0 unless `wants.predicted`; with `wants.sum_sq_probs` Q; x_k
+    of each extra target, or 0 if another shard holds it. All are 0 for ignored tokens."""
     (m, v), start = logits.shape, shard.start
     partials = logits.new_zeros(m, 6 + wants.sum_sq_probs + wants.extra_targets, dtype=torch.float32)
     if v == 0:

@@ -49,10 +49,8 @@ PLAIN_GATE = GateOptions()
 
 @triton.jit
 def activation_and_slope(x, KIND: tl.constexpr, alpha=None):
-    """Return act(x) and act'(x) for x in fp32. NaN stays NaN. `alpha` is None or a number for "silu".
-
-    The slope of "relu2" is not 0 for x <= 0. A gradient must be replaced by 0 there, even if dy is NaN.
-    """
+    """Return act(x) and act'(x) for x in fp32. NaN stays NaN. `alpha` is None or a number for "silu". The caller
+    replaces the gradient of "relu2" by 0 for x <= 0, even if dy is NaN."""
     if KIND == "relu2":
         return tl.where(x <= 0.0, 0.0, x * x), 2.0 * x
     if KIND == "gelu":
@@ -86,10 +84,7 @@ def _clamp(x, limit):
 
 @triton.jit
 def _load_pairs(ptr, cols, width, BLOCK: tl.constexpr):
-    """Return gate and up of a block of a row in which they alternate, in fp32.
-
-    They are loaded in the order of memory, and split in registers.
-    """
+    """Return gate and up of a block of a row in which they alternate, in fp32, split in registers."""
     both = 2 * tl.min(cols, 0) + tl.arange(0, 2 * BLOCK)
     pairs = tl.load(ptr + both, mask=both < 2 * width, other=0.0).to(tl.float32)
     return tl.split(tl.reshape(pairs, [BLOCK, 2]))
@@ -231,18 +226,13 @@ def activation_backward(dy: Tensor, x: Tensor, kind: str) -> Tensor:
 
 @on_device
 def activation_backward_into(dy: Tensor, x: Tensor, kind: str, dx: Tensor, y: Tensor | None) -> None:
-    """Write dx and, if `y` is a tensor, y = act(x).
-
-    All tensors are contiguous [M, N]. A result may be the same tensor as dy or x.
-    """
+    """Write dx and, if `y` is a tensor, act(x), all contiguous [M, N]. A result may be the same tensor as dy or x."""
     _run_backward(dy, x, dx, y, kind, (x.shape[-1],) * 3)
 
 
 def _gated_rows(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor, int, int]:
-    """Return gate and up as rows, and the strides of their rows. Without `up`, `gate` holds both.
-
-    If they alternate there, the first result begins with the first pair, and the second one is not read.
-    """
+    """Return gate and up as rows, and the strides of their rows. Without `up`, `gate` holds both. If they alternate
+    there, the first result begins with the first pair, and the second one is not read."""
     gate, stride_gate = dense_rows(gate)
     if up is None:
         gate, up = gate.chunk(2, -1)
@@ -261,10 +251,8 @@ def _empty_gated(gate: Tensor, up: Tensor | None) -> Tensor:
 
 @launcher(fake=_empty_gated)
 def glu_forward(gate: Tensor, up: Tensor | None, kind: str, options: GateOptions) -> Tensor:
-    """Return y [..., I].
-
-    `gate` and `up` are [..., I], or packed [..., 2 I] and None: [gate | up], or alternating if `is_interleaved`.
-    """
+    """Return y [..., I] for gate and up [..., I], or a packed gate [..., 2 I]: [gate | up], or alternating
+    (`is_interleaved`)."""
     y = _empty_gated(gate, up)
     width = y.shape[-1]
     gate, up, stride_gate, stride_up = _gated_rows(gate, up)
@@ -281,10 +269,8 @@ def _empty_gradients(gate: Tensor, needs_dgate: bool, needs_dup: bool) -> tuple[
 def glu_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, options: GateOptions, needs_dgate: bool, needs_dup: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return dgate and dup, from dy [..., I] and the inputs of the forward. A gradient that is not needed is empty.
-
-    For a packed input, they are its gradient [..., 2 I] and an empty tensor.
-    """
+    """Return dgate and dup; for a packed input its gradient [..., 2 I] and an empty tensor. Those not needed are
+    empty."""
     gradients, is_packed = _empty_gradients(gate, needs_dgate, needs_dup), up is None
     dy, stride_dy = dense_rows(dy)
     width = dy.shape[-1]
@@ -307,10 +293,8 @@ def glu_backward(
 def glu_backward_into(
     dy: Tensor, gate: Tensor, up: Tensor, kind: str, options: GateOptions, dgate: Tensor, dup: Tensor, y: Tensor | None
 ) -> None:
-    """Write dgate, dup and, if `y` is a tensor, y.
-
-    All tensors are contiguous [M, I]. A result may be the same tensor as dy, gate or up.
-    """
+    """Write dgate, dup and, if `y` is a tensor, y, all contiguous [M, I]. A result may be the same tensor as dy, gate
+    or up."""
     width = gate.shape[-1]
     plan = _plan_backward(gate.numel(), width, (width,) * 6, kind, options, NEEDS_DGATE=True, NEEDS_DUP=True)
     plan.launch(dy, gate, up, dgate, dup, y)

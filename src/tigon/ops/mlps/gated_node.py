@@ -46,10 +46,8 @@ def backward_of_activation(
 
 
 class _SaveEarly(torch.autograd.Function):
-    """A node whose backward never runs, and which saves tensors before the node of the MLP does.
-
-    A node saves its tensors when its forward has ended, so the node of the MLP itself could save them only at its end.
-    """
+    """A node whose backward never runs, and which saves tensors before the node of the MLP does. A node saves its
+    tensors when its forward has ended, so the node of the MLP itself could save them only at its end."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor:
@@ -59,10 +57,8 @@ class _SaveEarly(torch.autograd.Function):
 
 
 def _save_early(*tensors: Tensor | None) -> Tensor:
-    """Return an empty tensor whose node has saved `tensors`.
-
-    The caller must hold the tensor, because in torch 2.11 a reference to its `grad_fn` does not keep the node alive.
-    """
+    """Return an empty tensor whose node has saved `tensors`. The caller must hold the tensor, because in torch 2.11 a
+    reference to its `grad_fn` does not keep the node alive."""
     with torch.enable_grad():
         return _SaveEarly.apply(torch.empty(0, requires_grad=True), tensors)
 
@@ -70,11 +66,9 @@ def _save_early(*tensors: Tensor | None) -> Tensor:
 def save_gated(
     ctx: Any, gate: Tensor | None, saves_gates: bool, is_checkpointed: bool, *tensors: Tensor | None
 ) -> None:
-    """Save the tensors of a gated MLP, among them gate and up if `saves_gates` is True.
-
-    The second run of a checkpointed layer ends with the last tensor that is saved. So with `is_checkpointed` all
-    tensors are saved now, before the last product.
-    """
+    """Save the tensors of a gated MLP, among them gate and up if `saves_gates` is True. The second run of a
+    checkpointed layer ends with the last tensor that is saved. So with `is_checkpointed` all tensors are saved now,
+    before the last product."""
     ctx.saves_early = is_checkpointed and any(ctx.needs_input_grad)
     if ctx.saves_early:
         ctx.saver = _save_early(*tensors)
@@ -103,11 +97,7 @@ def unpack_gated(ctx: Any) -> tuple[Any, ...]:
 
 
 def check_version(op: str, ctx: Any, gate: Tensor | None) -> None:
-    """Check that no other backward has overwritten the saved gate.
-
-    Raises:
-        RuntimeError: The backward of the node with which this node shares gate and up has overwritten them.
-    """
+    """Raise an error if the backward of a node that shares the saved gate and up has overwritten them."""
     if ctx.version is not None and gate is not None and gate._version != ctx.version:
         raise RuntimeError(
             f"{op}: gate and up of a checkpointed region that ran again have been modified by an inplace "
@@ -117,9 +107,7 @@ def check_version(op: str, ctx: Any, gate: Tensor | None) -> None:
 
 def gradient_buffers(ctx: Any, gate: Tensor, up: Tensor, is_recomputed: bool) -> tuple[Tensor, Tensor]:
     """Return the memory for dgate and dup. The kernel reads gate and up before it writes, so these are overwritten.
-
-    Saved tensors are not overwritten if they may be needed again.
-    """
+    Saved tensors are not overwritten if they may be needed again."""
     if not is_recomputed and not (ctx.may_overwrite and may_overwrite_saved(gate)):
         return torch.empty_like(gate), torch.empty_like(up)
     # If this backward raises an error, another attempt must not read the overwritten tensors.

@@ -80,10 +80,8 @@ def scaled(x: Tensor, scale: float) -> Tensor:
 
 
 class _GLUMLP(Node):
-    """Compute y from x without saving a. gate and up are saved if `saves_gates` is True.
-
-    `activation` holds the kind of the gate, and its numbers.
-    """
+    """Compute y from x without saving a. gate and up are saved if `saves_gates` is True. `activation` holds the kind of
+    the gate, and its numbers."""
 
     @staticmethod
     def forward(

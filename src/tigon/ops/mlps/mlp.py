@@ -71,10 +71,8 @@ def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 class _MLP(Node):
-    """Compute y from x without saving a.
-
-    The options are the kind of the activation, whether h is saved, and whether the layer is checkpointed.
-    """
+    """Compute y from x without saving a. The options are the kind of the activation, whether h is saved, and whether
+    the layer is checkpointed."""
 
     @staticmethod
     def forward(

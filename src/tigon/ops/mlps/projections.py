@@ -72,10 +72,8 @@ def check_layer(op: str, x: Tensor, layer: nn.Module) -> None:
 
 
 def supports_products(x: object, *parameters: Tensor | None) -> bool:
-    """Return whether a node of Tigon may compute products of x and the parameters.
-
-    It may if kernels run, all tensors have one device and dtype, and neither autocast nor torch.compile is active.
-    """
+    """Return whether a node may compute products of x and the parameters: kernels run, all tensors have one device and
+    dtype, and neither autocast nor torch.compile is active."""
     # While tensor parallelism gathers a tensor, the tensor has another type and no address for views.
     if type(x) not in PLAIN or not isinstance(x, Tensor) or torch.compiler.is_compiling():
         return False

@@ -40,10 +40,8 @@ def _forward_kernel(
     CENTRED: tl.constexpr, ROUND_FIRST: tl.constexpr, READS_RSTD: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Normalise a tile of rows. If READS_RSTD is True, rstd is an input instead of a result.
-
-    If EVEN is True, the tile has exactly N columns, so the columns need no mask.
-    """
+    """Normalise a tile of rows. If READS_RSTD is True, rstd is an input instead of a result. If EVEN is True, the tile
+    has exactly N columns, so the columns need no mask."""
     cols = tl.arange(0, BLOCK_N)[None, :]
     inside = EVEN | (cols < N)
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -164,11 +162,8 @@ def _backward_kernel(
 
 
 class NormOptions(NamedTuple):
-    """The options of a norm.
-
-    With `round_first`, z_hat is rounded to the dtype of z before the weight multiplies it, and y has the common dtype
-    of z and the weight. A norm that is `centred` subtracts the mean.
-    """
+    """The options of a norm. With `round_first`, z_hat is rounded to the dtype of z before the weight multiplies it,
+    and y has the common dtype of z and the weight. A norm that is `centred` subtracts the mean."""
 
     eps: float
     offset: float
@@ -224,11 +219,8 @@ def norm_forward(
     bias: Tensor | None,
     options: NormOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise x, or x + residual, both [..., N], with weight and bias [N].
-
-    Returns:
-        y [..., N]; x + residual [..., N], or None without a residual; [1 or 2, M] fp32: rstd and, if centred, the mean.
-    """
+    """Normalise x, or x + residual, both [..., N], with weight and bias [N]. Return y; x + residual, or None without a
+    residual; and [1 or 2, M] fp32: rstd and, if centred, the mean."""
     results = _empty_forward(x, residual, weight, options)
     _run_forward(x, residual, weight, bias, options, results)
     return results
@@ -236,11 +228,9 @@ def norm_forward(
 
 @on_device
 def recompute_norm(z: Tensor, weight: Tensor | None, statistics: Tensor, offset: float, round_first: bool) -> Tensor:
-    """Return y of z, bitwise equal to the result of `norm_forward`, from the rstd [1, M] of that call.
-
-    rstd is not recomputed, because a variant of the kernel without a residual may sum the features of a row in another
-    order and round rstd differently. Centred norms are not supported.
-    """
+    """Return y of z, bitwise equal to the result of `norm_forward`, from the rstd [1, M] of that call. rstd is not
+    recomputed, because a variant of the kernel without a residual may sum the features of a row in another order and
+    round rstd differently. Centred norms are not supported."""
     options = NormOptions(0.0, offset, round_first)
     y, _, _ = _empty_forward(z, None, weight, options)
     _run_forward(z, None, weight, None, options, (y, None, statistics), reads_rstd=True)
@@ -278,10 +268,8 @@ def norm_backward(
     dy: Tensor, dtotal: Tensor | None, z: Tensor, weight: Tensor | None, statistics: Tensor, offset: float,
     needs: NeededNormGradients, maximum: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dz [..., N], dw [N] and db [N] from dy, dtotal and z [..., N] and the statistics of the forward.
-
-    A gradient that is not needed is None. `maximum` [1] is raised to the bits of the largest |dz|, if it is not None.
-    """
+    """Return dz [..., N], dw [N] and db [N] from dy, dtotal and z [..., N] and the statistics of the forward. A
+    gradient that is not needed is None. `maximum` [1] is raised to the bits of the largest |dz|, if it is not None."""
     dz, dw, db = _empty_backward(z, needs)
     n, m, device = z.shape[-1], statistics.shape[1], device_of(z)
     # The second row of the statistics holds the means.

@@ -85,11 +85,9 @@ class NormConfig(LaunchConfig):
         )
 
     def count_programs(self, m: int, blocks: int = 1) -> int:
-        """Return how many programs share `m` rows, if `blocks` programs share each row.
-
-        It is the smallest number with which no program gets more tiles than with `self.programs` programs, and every
-        program gets at least two tiles. Fewer programs compute fewer partial sums.
-        """
+        """Return how many programs share `m` rows, if `blocks` programs share each row: the fewest with which none gets
+        more tiles than with `self.programs` programs, and each gets at least two. Fewer programs compute fewer partial
+        sums."""
         # `-(-a // b)` is `cdiv(a, b)` without a call, because small models wait for the host.
         tiles, limit = -(-m // self.block_m), max(1, self.programs // blocks)
         return -(-tiles // max(2, -(-tiles // limit)))

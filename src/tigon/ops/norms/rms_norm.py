@@ -39,10 +39,7 @@ def rms_norm_reference(
     x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0, rounding: Rounding = "before_weight",
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute `rms_norm` in eager torch, for tests and for devices without Triton.
-
-    The normalised value is rounded to `dtype`, by default that of x.
-    """
+    """Compute `rms_norm` in eager torch. The normalised value is rounded to `dtype`, by default that of x."""
     dtype = x.dtype if dtype is None else dtype
     x_hat = x if x.dtype == torch.float64 else x.float()
     x_hat = x_hat * torch.rsqrt(x_hat.pow(2).mean(-1, keepdim=True) + eps)
@@ -71,9 +68,7 @@ def add_rms_norm_reference(
 
 class _RMSNorm(Node):
     """Compute y of x, or of x + residual, and return the first `count` of y, the normalised tensor and the statistics.
-
-    The kernel that computes the gradient of the normalised tensor adds the gradient of that output.
-    """
+    The kernel that computes the gradient of the normalised tensor adds the gradient of that output."""
 
     @staticmethod
     def forward(
@@ -177,10 +172,8 @@ def rms_norm(
 def rms_norm_of_layer(
     x: Tensor, weight: Tensor | None, eps: float, *, offset: float, rounding: Rounding, finds_maximum: bool = False
 ) -> Tensor:
-    """Return `rms_norm` of checked arguments.
-
-    With `finds_maximum`, backward finds the maximum of dx (`tigon.runtime.maxima`).
-    """
+    """Return `rms_norm` of checked arguments. With `finds_maximum`, backward finds that of dx
+    (`tigon.runtime.maxima`)."""
     return _rms_norm(x, weight, float(eps), offset, rounding, finds_maximum)
 
 
@@ -251,10 +244,8 @@ def add_rms_norm_of_layer(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, *, offset: float, rounding: Rounding,
     finds_maximum: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return `add_rms_norm` of checked arguments.
-
-    With `finds_maximum`, backward finds the maximum of the gradient of the sum.
-    """
+    """Return `add_rms_norm` of checked arguments. With `finds_maximum`, backward finds that of the gradient of the
+    sum."""
     eps = float(eps)
     if not runs_kernels(x, residual, weight) or not 0 < x.shape[-1] <= MAX_FEATURES:
         y, total = add_rms_norm_reference(x, residual, weight, eps, offset=offset, rounding=rounding)

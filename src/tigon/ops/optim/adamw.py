@@ -134,10 +134,8 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def step_group(self, group: dict[str, Any], position: Any) -> None:
-        """Take the step of a group, which may be another one than those of `param_groups`, without hooks.
-
-        The tables of its launches are stored at `position`.
-        """
+        """Take the step of a group, which need not be one of `param_groups`, without hooks. Its tables are stored at
+        `position`."""
         is_compact = self._is_compact(group)
         is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if is_captured:
@@ -243,9 +241,7 @@ class AdamW(torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of any `tigon.AdamW` or `torch.optim.AdamW`, and convert it to the formats of this optimizer.
-
-        Options of formats stay those of this optimizer; other options come from the state dict, as in torch.
-        """
+        Options of formats stay those of this optimizer; other options come from the state dict, as in torch."""
         states: dict[Any, dict[str, Any]] = {}
         ids: list[Any] = []
 
@@ -290,10 +286,8 @@ class AdamW(torch.optim.AdamW):
         return group
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """Return a state dict that `torch.optim.AdamW` loads. Moments of 8 bits become fp32.
-
-        Master weights are not part of it: torch's optimizer has none. `master_weight` returns them.
-        """
+        """Return a state dict that `torch.optim.AdamW` loads. Moments of 8 bits become fp32. Master weights are not
+        part of it: torch's optimizer has none. `master_weight` returns them."""
         state_dict = self.state_dict()
         params = [p for group in self.param_groups for p in group["params"]]
         state = {
@@ -327,10 +321,8 @@ def check_number(op: str, name: str, value: Any) -> None:
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Check the types of options. Torch checks the ranges, but accepts wrong types, and then fails in the first step.
-
-    A learning rate may be a scalar of numpy, because some schedules return such scalars.
-    """
+    """Check the types of options. Torch checks the ranges, but accepts wrong types, and then fails in the first step. A
+    learning rate may be a scalar of numpy, because some schedules return such scalars."""
     numbers: dict[str, Any] = {name: options[name] for name in ("lr", "eps", "weight_decay") if name in options}
     if "betas" in options:
         betas = options["betas"]

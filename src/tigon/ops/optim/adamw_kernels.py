@@ -55,10 +55,8 @@ def _one_minus_exp(x):
 
 @triton.jit
 def _inverse(x):
-    """Return 1 / x for x >= 0 to a few units in the last place of fp32, or a large number for x < 1e-36.
-
-    A division takes 8 instructions, and a step with codes is as much bound by instructions as by memory.
-    """
+    """Return 1 / x for x >= 0 to a few units in the last place of fp32, or a large number for x < 1e-36, in fewer
+    instructions than a division."""
     root = tl.rsqrt(tl.maximum(x, 1e-36))
     return root * root
 
@@ -117,10 +115,7 @@ def _update(
     P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, MASTER: tl.constexpr,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, STEPS: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update one block [ROWS, COLUMNS] of one tensor.
-
-    The masks select the elements inside the tensor. They are None if all elements are inside.
-    """
+    """Update one block [ROWS, COLUMNS] of one tensor. The masks are None if all elements are inside the tensor."""
     COLUMNS: tl.constexpr = COLUMNS_OF_A_ROW
     ROWS: tl.constexpr = BLOCK // COLUMNS
     QUANTISED: tl.constexpr = tl.int8 == M
@@ -281,17 +276,9 @@ class _LaunchKind(NamedTuple):
 def adamw_step(
     parameters: Iterable[AdamWTensors], options: AdamWOptions, *, tables: dict[int, TensorTable] | None = None
 ) -> None:
-    """Update contiguous tensors in place.
-
-    One launch updates all parameters that agree in dtypes, device, alignment and, if the step is a number, in the step.
-
-    Args:
-        parameters: The tensors of each parameter, on one device. A step that is an fp32 tensor on this device is read
-            by the device; the host reads any other.
-        options: Only the device reads tensors.
-        tables: A dict in which the caller passes the tables of the previous call, and which this call updates. Nothing
-            is copied to the device while the tensors have the same addresses.
-    """
+    """Update contiguous tensors in place: one launch for all parameters that agree in dtypes, device, alignment and, if
+    the step is a number, in the step. The device reads a step that is an fp32 tensor on it; the host reads any other.
+    The call updates the `tables` of the previous call; nothing is copied while the addresses are the same."""
     tables = {} if tables is None else tables
     # The tensors of each launch, by the fields of its `_LaunchKind`, and the first parameter of each launch.
     launches: dict[tuple, list[tuple[int, ...]]] = {}

@@ -80,10 +80,8 @@ def check_group(group: dict[str, Any], max_grad_norm: float | None) -> None:
 
 
 def _is_quantised(p: Any, group: dict[str, Any]) -> bool:
-    """Return whether the moments of a parameter are codes.
-
-    The scales of a sharded parameter are sharded as the parameter is, so blocks must not cross its rows.
-    """
+    """Return whether the moments of a parameter are codes. The scales of a sharded parameter are sharded as the
+    parameter is, so blocks must not cross its rows."""
     if group.get("state") != "8bit" or p.numel() < MIN_QUANTISED:
         return False
     if not is_dtensor(p):

@@ -90,10 +90,8 @@ def dither(n: int, step: int, device: torch.device) -> Tensor:
 
 
 def encode_squares(v: Tensor, dithers: Tensor | float = 0.5) -> tuple[Tensor, Tensor]:
-    """Return the uint8 codes and the scales of a second moment, v [N] in fp32, not negative.
-
-    With 0.5 a code is the nearest one.
-    """
+    """Return the uint8 codes and the scales of a second moment, v [N] in fp32, not negative. With 0.5 a code is the
+    nearest one."""
     scaled, scales = _scaled(v.sqrt().sqrt(), 255.5)
     codes = ((scaled - 0.5).clamp(min=0.0) + dithers).floor()
     # The maximum of a block may be above 255.5 in its last digit.
@@ -128,10 +126,7 @@ def correction_of(parameter: Tensor, master: Tensor) -> Tensor:
 
 
 def join_master(parameter: Tensor, correction: Tensor) -> Tensor:
-    """Return the 24-bit master in fp32.
-
-    If something else has set a parameter to zero, a negative correction does not count: it would carry into the sign.
-    """
+    """Return the 24-bit master in fp32. A negative correction of zero does not count: it would carry into the sign."""
     correction = torch.where(parameter == 0, correction.clamp(min=0), correction)
     bits = (parameter.view(torch.int16).to(torch.int32) << 16) + (correction.to(torch.int32) << 8)
     return bits.view(torch.float32)

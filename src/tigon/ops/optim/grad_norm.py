@@ -53,13 +53,8 @@ def _squares_kernel(
 
 
 def sum_of_squares(gradients: Iterable[Tensor], device: torch.device, tables: dict[tuple, TensorTable]) -> Tensor:
-    """Return the sum of the squares of all gradients in fp64 on one device.
-
-    Args:
-        gradients: Local tensors of any dtype, shape and device.
-        device: The device of the result.
-        tables: The tables of the previous call, which this call updates.
-    """
+    """Return the sum of the squares of all local gradients in fp64 on one device, and update the tables of the last
+    call."""
     launches: dict[tuple, list[tuple[int, ...]]] = {}
     firsts: dict[tuple, Tensor] = {}
     sums: list[Tensor] = []
@@ -119,16 +114,9 @@ def _groups(x: Any) -> tuple:
 def total_norm(
     gradients: Sequence[Tensor], tables: dict[int, dict[tuple, TensorTable]], parameters: Sequence[Any] = ()
 ) -> Tensor:
-    """Return the norm of all gradients in fp32, on the device of the first one.
-
-    All ranks must call this function with the same parameters. Some ranks may lack some gradients.
-
-    Args:
-        gradients: Tensors or DTensors.
-        tables: A dict in which the caller passes the tables of the previous call, and which this call updates.
-        parameters: The parameters of all gradients, also of those that this rank does not have. Their shards decide
-            which collectives run, and in which order. They may be left out if no parameter is a DTensor.
-    """
+    """Return the norm of all gradients in fp32, on the device of the first one, and update the tables of the last call.
+    The shards of the `parameters`, also of those without a gradient here, decide which collectives run in which order,
+    so all ranks pass the same ones. They may be left out if no parameter is a DTensor."""
     first = next(iter((*gradients, *parameters)), None)
     device = torch.device("cpu") if first is None else local_part(first).device
     parts: dict[tuple, list[Tensor]] = {_groups(p): [] for p in parameters}

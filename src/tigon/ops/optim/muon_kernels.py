@@ -150,10 +150,8 @@ def table_of(matrices: Sequence[Matrix], previous: TensorTable | None) -> Tensor
 def compute_momentum(
     matrices: Sequence[Matrix], momentum: float, nesterov: bool, table: TensorTable
 ) -> tuple[Tensor, Tensor]:
-    """Update m in place, and return u [B, rows, columns] and the sums of its squares [B].
-
-    All matrices agree in shape, dtypes and device, which is the current one.
-    """
+    """Update m in place, and return u [B, rows, columns] and the sums of its squares [B], for matrices of one shape and
+    dtype."""
     first, *_ = matrix = matrices[0]
     u = torch.empty(len(matrices), *first.shape, dtype=torch.bfloat16, device=first.device)
     spans = table.tensor_of_span.numel()

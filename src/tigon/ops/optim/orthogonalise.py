@@ -98,10 +98,8 @@ def restarts(coefficients: Coefficients) -> set[int]:
 
 
 def gram_newton_schulz(x: Tensor, inverse_norms: Tensor, coefficients: Coefficients) -> Tensor:
-    """Return Q X, the polar factors divided by `inverse_norms` [batch], for x [batch, rows, columns] in bf16.
-
-    The result is not contiguous memory of x.
-    """
+    """Return Q X, the polar factors divided by `inverse_norms` [batch], for x [batch, rows, columns] in bf16. The
+    result is not contiguous memory of x."""
     is_tall = x.shape[1] > x.shape[2]
     squares = inverse_norms * inverse_norms
     r = q = None
@@ -135,10 +133,7 @@ def orthogonalise(
     x: Tensor, squares: Tensor | None, coefficients: Coefficients, eps: float
 ) -> tuple[Tensor, Tensor | None]:
     """Return the polar factors of x [batch, rows, columns] in bf16, and the numbers by which to multiply them, or None.
-
-    Args:
-        squares: [batch] fp32, the sums of the squares of each matrix, or None to compute them.
-    """
+    `squares` [batch] fp32 are the sums of the squares of the matrices, or None."""
     if not runs_kernels(x) or not coefficients or not has_range_of_fp16(coefficients):
         return torch.stack([newton_schulz_reference(y, coefficients, eps) for y in x]), None
     if squares is None:

@@ -73,10 +73,7 @@ class SymmetricProblem(NamedTuple):
 
 @dataclass(frozen=True)
 class SymmetricConfig(LaunchConfig):
-    """Launch parameters: a program computes tiles of `block_m` rows and `block_n` columns.
-
-    It adds `block_k` terms at a time.
-    """
+    """Launch parameters: a program computes tiles of `block_m` x `block_n`, and adds `block_k` terms at a time."""
 
     block_m: int
     block_n: int
@@ -89,10 +86,8 @@ class SymmetricConfig(LaunchConfig):
 
     @staticmethod
     def heuristic(problem: SymmetricProblem, device: Device) -> "SymmetricConfig":
-        """Return the tiles of `grouped_low_rank_product` for Hopper, and smaller ones for chips with less memory.
-
-        They have not been tuned for this kernel.
-        """
+        """Return untuned tiles: those of `grouped_low_rank_product` for Hopper, smaller ones for chips with less
+        memory."""
         if not device.arch:
             return SymmetricConfig(32, 32, 32, 4, 2, 1, 8, False)
         is_even = problem.m % 128 == 0 and problem.k % 64 == 0
@@ -229,10 +224,8 @@ def _tiles(m: int, block_m: int, block_n: int, group: int, device: torch.device)
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Return whether the TMA can copy tiles: addresses and strides are multiples of 16 bytes.
-
-    A tile of a transposed matrix must not reach into the next one in the direction in which products are summed.
-    """
+    """Return whether the TMA can copy tiles: addresses and strides are multiples of 16 bytes. A tile of a transposed
+    matrix must not reach into the next one in the direction in which products are summed."""
     stored = x if _by_rows(x) else x.mT
     if not stored.is_contiguous() or stored.data_ptr() % 16 or stored.shape[2] * x.element_size() % 16:
         return False
@@ -257,12 +250,7 @@ def _descriptor(x: Tensor, block: int, block_k: int) -> "TensorDescriptor | None
 
 @on_device
 def symmetric_product(a: Tensor, b: Tensor, epilogue: Epilogue) -> tuple[Tensor, Tensor | None]:
-    """Return C, and Q or None. The caller knows that A B^T is symmetric.
-
-    Args:
-        a, b: [batch, M, K], bf16 | fp16, with a side of at least 1.
-        epilogue: D is contiguous.
-    """
+    """Return C, and Q or None, for a and b [batch, M, K] in bf16 or fp16. The caller knows that A B^T is symmetric."""
     if not runs_kernels(a, b):
         return symmetric_product_reference(a, b, epilogue)
     batch, m, k = a.shape

@@ -23,10 +23,8 @@ def load_heads(
     ptrs, inside,  # [H, 1]: pointers to the heads, and False beyond the last head
     D: tl.constexpr, R: tl.constexpr, PAIRED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Return x1 and x2 [H, R / 2] of the pairs, and the features [H, D - R] that are not rotated, in fp32.
-
-    If all features are rotated, the third result is a [1, 1] zero.
-    """
+    """Return x1 and x2 [H, R / 2] of the pairs, and the features [H, D - R] that are not rotated, in fp32. If all
+    features are rotated, the third result is a [1, 1] zero."""
     if PAIRED:
         # The pairs are loaded in the order of memory, so that a thread loads 16 bytes at once, and split in registers.
         cols = tl.arange(0, 2 * BLOCK_R)[None, :]
@@ -69,11 +67,9 @@ def load_angles(
     ptr, stride_a, R: tl.constexpr, PAIRED: tl.constexpr, AXES: tl.constexpr, BLOCK_R: tl.constexpr,
     TABLE: tl.constexpr, STEP: tl.constexpr = 1,
 ):  # fmt: skip
-    """Return the angles of a token for the first and for the second feature of each pair, [1, R / 2] each, in fp32.
-
-    The token's row of a table is [R], or [3, R] if each frequency has one of three axes. STEP is the stride of its
-    columns. It is 2 for the real and the imaginary parts of complex numbers, with TABLE "once".
-    """
+    """Return the angles of a token for the first and for the second feature of each pair, [1, R / 2] each, in fp32. The
+    token's row of a table is [R], or [3, R] if each frequency has one of three axes. STEP is the stride of its columns.
+    It is 2 for the real and the imaginary parts of complex numbers, with TABLE "once"."""
     cols = tl.arange(0, BLOCK_R)
     mask = (cols < R // 2) | (2 * BLOCK_R == R)
     if TABLE == "pairs":
@@ -144,10 +140,8 @@ class NeededHeadGradients(NamedTuple):
 
 
 def allocate_output(x: Tensor | None, like: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Allocate a tensor with the strides of `x` if these make its features dense, or contiguous otherwise.
-
-    If `x` is None, the result is an empty tensor with the device and the dtype of `like`.
-    """
+    """Allocate a tensor with the strides of `x` if these make its features dense, or contiguous otherwise. If `x` is
+    None, the result is an empty tensor with the device and the dtype of `like`."""
     if x is None:
         return like.new_empty(0)
     y = torch.empty_like(x, dtype=dtype)
@@ -179,9 +173,7 @@ def table_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int
 
 def pack_axes(axes: str) -> int | None:
     """Pack the digits of `axes`, one for the axis of each frequency, into two bits each, from the lowest bits on.
-
-    Return None for "", which stands for tables of one axis.
-    """
+    Return None for "", which stands for tables of one axis."""
     return int(axes[::-1], 4) if axes else None
 
 

@@ -48,10 +48,8 @@ def _load_weight(
     ptr, offset, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, PAIRED: tl.constexpr, TOGETHER: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Load offset + w in the shape of a tile: [H, ...] if all heads are normalised together, [1, ...] otherwise.
-
-    Without a weight the result is one.
-    """
+    """Load offset + w (one without a weight) in the shape of a tile: [H, ...] if all heads are normalised together,
+    else [1, ...]."""
     if ptr is None:
         w1 = tl.full([1, 1], 1.0, tl.float32)
         w2, rest = w1, w1
@@ -111,10 +109,8 @@ def _forward_kernel(
     TABLE: tl.constexpr, STEP: tl.constexpr, BACKWARD: tl.constexpr,
     BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the queries and the keys of one token, after their norms if there are any, and store rstd.
-
-    If BACKWARD is True, rotate gradients back.
-    """
+    """Rotate q and k of one token, after their norms if there are any, and store rstd; or rotate gradients back
+    (BACKWARD)."""
     token = tl.program_id(0)
     b, s = (token // S).to(tl.int64), (token % S).to(tl.int64)
     k_rstd_ptr = rstd_ptr
@@ -318,16 +314,9 @@ def rope_rotate(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, options: HeadOptions, backward: bool,
     q_dtype: torch.dtype, k_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rotate q and k, or rotate their gradients back.
-
-    Args:
-        q, k: [B, Hq, S, D] and [B, Hk, S, D], or with the heads in dimension 2. `k` may be None.
-        cos, sin: [B | 1, S, R], or [3, B | 1, S, R] if `options.axes` names the axis of each frequency. They have
-            equal strides. The stride of the features is 1, or 2 with `options.table` "once".
-
-    Returns:
-        The rotated q and k, each in its dtype. The second one is an empty tensor if `k` is None.
-    """
+    """Rotate q [B, Hq, S, D] and k [B, Hk, S, D] or None (heads may be in dimension 2), or rotate their gradients back.
+    cos and sin are [B | 1, S, R], or [3, B | 1, S, R] with `options.axes`, with equal strides; that of the features is
+    1, or 2 with `options.table` "once". Without k the second result is empty."""
     outputs = _empty_rotated(q, k, q_dtype, k_dtype)
     _launch_forward(cos, sin, HeadInputs(q, k, None, None), *outputs, None, options, backward)
     return outputs
@@ -348,15 +337,8 @@ def qk_norm_rope_forward(
     cos: Tensor, sin: Tensor, inputs: HeadInputs, options: HeadOptions, q_dtype: torch.dtype,
     k_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Normalise and rotate q and k.
-
-    Args:
-        cos, sin: [B | 1, S, R], or [3, B | 1, S, R] if `options.axes` names the axis of each frequency.
-
-    Returns:
-        The new q and k, each in its dtype; the second one is an empty tensor if k is None. The third result is rstd
-        [T, Hq + Hk], or [T, 2] if all heads are normalised together.
-    """
+    """Normalise and rotate q and k, and return them, each in its dtype, and rstd [T, Hq + Hk], or [T, 2] if all heads
+    are normalised together. Without k the second result is empty."""
     outputs = _empty_forward(inputs, options, q_dtype, k_dtype)
     _launch_forward(cos, sin, inputs, *outputs, options)
     return outputs
@@ -378,10 +360,8 @@ def qk_norm_rope_backward(
     cos: Tensor, sin: Tensor, inputs: HeadInputs, rstd: Tensor, dq_out: Tensor | None, dk_out: Tensor | None,
     options: HeadOptions, needs: NeededHeadGradients,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q and of k, and those of both weights in one tensor.
-
-    Gradients that are not needed are empty, and have no part in the third tensor.
-    """
+    """Return the gradients of q and of k, and those of both weights in one tensor. Gradients that are not needed are
+    empty, and have no part in the third tensor."""
     dq, dk, dw = _empty_backward(inputs, needs)
     q, k, q_weight, k_weight = inputs
     dq_out, dk_out, q, k = dense_features(dq_out), dense_features(dk_out), dense_features(q), dense_features(k)

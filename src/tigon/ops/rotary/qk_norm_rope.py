@@ -61,10 +61,8 @@ def qk_norm_rope_reference(
 
 
 def _result_dtype(x: Tensor, weight: Tensor | None, table: Tensor, round_first: bool) -> torch.dtype:
-    """Return the dtype of the result, as in eager code.
-
-    If the normalised values are rounded before the weight multiplies them, the dtype of the weight is promoted too.
-    """
+    """Return the dtype of the result, as in eager code. If the normalised values are rounded before the weight
+    multiplies them, the dtype of the weight is promoted too."""
     dtype = torch.promote_types(x.dtype, table.dtype)
     return dtype if weight is None or not round_first else torch.promote_types(dtype, weight.dtype)
 

@@ -12,10 +12,8 @@ MAX_FEATURES_TOGETHER = 32768
 
 
 def heads_of_tile(heads: int, head_size: int) -> int:
-    """Return how many heads a program rotates at a time without a norm: at most 1024 features, or one head.
-
-    All 32 heads of 128 features in one tile take 2 % longer than 8 of them (H200), and more registers.
-    """
+    """Return how many heads a program rotates at a time without a norm: at most 1024 features, or one head. All 32
+    heads of 128 features in one tile take 2 % longer than 8 (H200), and more registers."""
     heads, head_size = next_power_of_2(heads), next_power_of_2(head_size)
     return max(1, min(heads, 1024 // head_size))
 
@@ -41,11 +39,9 @@ PROGRAMS = ((2048, 3), (4096, 2), (8192, 1))
 
 @dataclass(frozen=True)
 class QKNormRopeConfig(LaunchConfig):
-    """Launch parameters of the forward and the backward.
-
-    A program of the forward computes one token, `block_h` heads at a time, first the heads of q and then those of k. A
-    program of the backward loops over such tiles of all tokens.
-    """
+    """Launch parameters of the forward and the backward. A program of the forward computes one token, `block_h` heads
+    at a time, first the heads of q and then those of k. A program of the backward loops over such tiles of all
+    tokens."""
 
     block_h: int  # Heads of a tile of the forward
     num_warps: int  # Warps of a program of the forward

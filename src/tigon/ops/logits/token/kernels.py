@@ -312,11 +312,9 @@ def statistics(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options,
     wants: Wants = LOSS_ALONE, with_gradient: bool = False, extra_targets: Tensor | None = None,
 ) -> Statistics:  # fmt: skip
-    """Return the statistics of each token, for logits [M, V], target [M] and extra targets [M, K].
-
-    `with_gradient` also overwrites the logits with the gradient of the sum of the losses. The mean of the logits cannot
-    be requested together with class weights.
-    """
+    """Return the statistics of each token, for logits [M, V], target [M] and extra targets [M, K]. `with_gradient` also
+    overwrites the logits with the gradient of the sum of the losses. The mean of the logits cannot be requested
+    together with class weights."""
     if not runs_kernels(logits, weight):
         result = statistics_torch(logits, target, weight, scales, options, wants, extra_targets)
         if with_gradient:
@@ -349,13 +347,9 @@ def gradient(
     upstream: Upstream, options: Options, *, out: Tensor, shard: Shard | None = None,
     extra_targets: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write d(upstream . (losses, log_probs, entropy, extra_log_probs)) / d(logits) [M, V] to `out`.
-
-    `out` may be `logits`.
-
-    `saved` must hold lse, with token scaling log_probs, and with an upstream gradient of the entropy the entropy. If
-    its lse belongs to other roundings of the logits, it must also hold the argmax.
-    """
+    """Write d(upstream . (losses, log_probs, entropy, extra_log_probs)) / d(logits) [M, V] to `out`. `out` may be
+    `logits`. `saved` must hold lse, with token scaling log_probs, and with an upstream gradient of the entropy the
+    entropy. If its lse belongs to other roundings of the logits, it must also hold the argmax."""
     m, v = logits.shape
     # An empty shard has no columns.
     if v == 0:

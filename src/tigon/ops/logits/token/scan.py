@@ -93,10 +93,8 @@ def target_weight(weight_ptr, target, V):
 
 @triton.jit
 def columns(start, BLOCK_V: tl.constexpr, LANE: tl.constexpr):
-    """Return column indices [BLOCK_V / LANE, LANE].
-
-    One thread holds all LANE indices of a row of this tile, so a sum over them needs no exchange between threads.
-    """
+    """Return column indices [BLOCK_V / LANE, LANE], such that one thread holds a row of them and sums over it without
+    exchange."""
     return start + tl.arange(0, BLOCK_V // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
 
 
@@ -145,12 +143,10 @@ def scan(
     WEIGHTED: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PREDICTED: tl.constexpr,
     ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BLOCK_V: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """Return m = max x, S, R, Q, sum w (x - pivot) and the argmax of one row.
-
-    Without ENTROPY, R is 0. Without SQUARES, Q is 0. Without WEIGHTED, sum w (x - pivot) is 0. Without PREDICTED, the
-    argmax is 0. `pivot` is any number near the logits: the sum of differences from it loses no digits if all logits
-    have a large common offset. If all logits are -inf, the sums are relative to 0.
-    """
+    """Return m = max x, S, R, Q, sum w (x - pivot) and the argmax of one row. Without ENTROPY, R is 0. Without SQUARES,
+    Q is 0. Without WEIGHTED, sum w (x - pivot) is 0. Without PREDICTED, the argmax is 0. `pivot` is any number near the
+    logits: the sum of differences from it loses no digits if all logits have a large common offset. If all logits are
+    -inf, the sums are relative to 0."""
     high = tl.full([BLOCK_V // LANE], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_V // LANE], tl.float32)
     moment = tl.zeros([BLOCK_V // LANE], tl.float32)

@@ -81,10 +81,8 @@ class SavedStatistics(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """The upstream gradients, each [M], for extra targets [M, K]; that of the loss may also be [].
-
-    None means ones for the loss, and zeros for the others.
-    """
+    """The upstream gradients, each [M], for extra targets [M, K]; that of the loss may also be []. None means ones for
+    the loss, and zeros for the others."""
 
     loss: Tensor | None = None
     log_probs: Tensor | None = None
