@@ -68,16 +68,9 @@ CHIPS = (
 )
 
 TYPES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.uint8: "u8",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e5m2: "fp8e5",
-}
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32",
+    torch.int16: "i16", torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
+}  # fmt: skip
 
 
 @dataclass
@@ -204,9 +197,6 @@ def resources(launch: Launch, chip: Chip) -> KernelResources:
         text = compiled_kernel.asm["amdgcn"]
         registers, spilled = (_number(rf"\.{word}:\s*(\d+)", text) for word in ("vgpr_count", "vgpr_spill_count"))
     return {
-        "kernel": launch.kernel.__name__,
-        "threads": compiled_kernel.metadata.num_warps * chip.device.warp_size,
-        "registers": registers,
-        "spilled": spilled,
-        "shared": compiled_kernel.metadata.shared,
-    }
+        "kernel": launch.kernel.__name__, "threads": compiled_kernel.metadata.num_warps * chip.device.warp_size,
+        "registers": registers, "spilled": spilled, "shared": compiled_kernel.metadata.shared,
+    }  # fmt: skip

@@ -86,10 +86,7 @@ def _linear_cross_entropy(case: Case) -> Run:
 
 
 EAGER: dict[str, Callable[[Case], Run]] = {
-    "gated_delta_rule": _delta_rule,
-    "kda": _delta_rule,
-    "moe_mlp": _moe_mlp,
-    "load_balancing_loss": _load_balancing_loss,
-    "cross_entropy": _cross_entropy,
+    "gated_delta_rule": _delta_rule, "kda": _delta_rule, "moe_mlp": _moe_mlp,
+    "load_balancing_loss": _load_balancing_loss, "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
-}
+}  # fmt: skip

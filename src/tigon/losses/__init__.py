@@ -15,22 +15,7 @@ from tigon.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
 from tigon.losses.sequences import batch_counts, sequence_log_probs
 
 __all__ = [
-    "batch_counts",
-    "bradley_terry_loss",
-    "cpo_loss",
-    "dpo_loss",
-    "entropy_threshold",
-    "grpo_loss",
-    "importance_sampling_ratio",
-    "kl_estimate",
-    "kto_kl",
-    "kto_loss",
-    "off_policy_mask",
-    "orpo_loss",
-    "ppo_loss",
-    "ppo_value_loss",
-    "preference_token_metrics",
-    "rloo_loss",
-    "sequence_log_probs",
-    "simpo_loss",
-]
+    "batch_counts", "bradley_terry_loss", "cpo_loss", "dpo_loss", "entropy_threshold", "grpo_loss",
+    "importance_sampling_ratio", "kl_estimate", "kto_kl", "kto_loss", "off_policy_mask", "orpo_loss", "ppo_loss",
+    "ppo_value_loss", "preference_token_metrics", "rloo_loss", "sequence_log_probs", "simpo_loss",
+]  # fmt: skip

@@ -46,16 +46,9 @@ from tigon.runtime import checks
 # The function that reduces the losses of the tokens to the loss of the batch. None stands for their sum, divided by the
 # result of `check_divisor`.
 GRPO_LOSSES: dict[str, Callable[[Sequences, Tensor], Tensor] | None] = {
-    "grpo": mean_of_means,
-    "bnpo": Sequences.token_mean,
-    "dr_grpo": None,
-    "dapo": None,
-    "cispo": None,
-    "sapo": mean_of_means,
-    "luspo": mean_of_sums,
-    "vespo": None,
-    "gspo": mean_of_means,
-}
+    "grpo": mean_of_means, "bnpo": Sequences.token_mean, "dr_grpo": None, "dapo": None, "cispo": None,
+    "sapo": mean_of_means, "luspo": mean_of_sums, "vespo": None, "gspo": mean_of_means,
+}  # fmt: skip
 # The other types have ratios of tokens by default.
 _LEVELS = {"luspo": "sequence", "gspo": "sequence"}
 _TYPES_WITHOUT_CLIPPING = ("cispo", "sapo", "vespo")

@@ -6,15 +6,9 @@ from typing import Any, Literal, get_args
 from tigon.runtime import checks
 
 MemoryLevel = Literal[
-    "default",
-    "lean",
-    "lean+mlp",
-    "checkpoint",
-    "checkpoint+attention",
-    "checkpoint+offload",
-    "checkpoint+attention+offload",
-    "offload",
-]
+    "default", "lean", "lean+mlp", "checkpoint", "checkpoint+attention", "checkpoint+offload",
+    "checkpoint+attention+offload", "offload",
+]  # fmt: skip
 # Other names of levels.
 _SYNONYMS = {"offload": "checkpoint+attention+offload"}
 MEMORY: tuple[str, ...] = tuple(name for name in get_args(MemoryLevel) if name not in _SYNONYMS)

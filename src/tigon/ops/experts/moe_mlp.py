@@ -92,15 +92,12 @@ class _MoEMLP(Node):
         needs = NeededMoEGradients(*ctx.needs_input_grad[4:10])
         needs_dweights_of_inputs = options.weight_inputs and needs.weights
         saved = SavedExperts(
-            x=x if needs.up or needs_dweights_of_inputs or not saves_h else None,
-            h=h if saves_h else None,
-            weights=weights,
-            up=up if needs.x or needs_dweights_of_inputs or not saves_h else None,
+            x=x if needs.up or needs_dweights_of_inputs or not saves_h else None, h=h if saves_h else None,
+            weights=weights, up=up if needs.x or needs_dweights_of_inputs or not saves_h else None,
             down=down if needs.x or needs.up or needs.up_bias or needs.weights else None,
             up_bias=None if saves_h else up_bias,
-            down_bias=down_bias if needs.weights and not options.weight_inputs else None,
-            routing=routing,
-        )
+            down_bias=down_bias if needs.weights and not options.weight_inputs else None, routing=routing,
+        )  # fmt: skip
         ctx.is_compiled = torch.compiler.is_compiling()
         if ctx.is_compiled:
             ctx.save_for_backward(*saved[:-1], *routing)

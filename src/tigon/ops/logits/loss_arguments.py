@@ -70,13 +70,10 @@ def loss_options(
     """Check the options that both losses share, and return them."""
     checks.flag(op, token_scaling=token_scaling)
     return Options(
-        ignore_index,
-        checks.number(op, "label_smoothing", label_smoothing, 0.0, 1.0),
+        ignore_index, checks.number(op, "label_smoothing", label_smoothing, 0.0, 1.0),
         None if softcap is None else checks.number(op, "softcap", softcap, 0.0, excludes_low=True),
-        checks.number(op, "logit_scale", logit_scale),
-        checks.number(op, "z_loss", z_loss, 0.0),
-        token_scaling,
-    )
+        checks.number(op, "logit_scale", logit_scale), checks.number(op, "z_loss", z_loss, 0.0), token_scaling,
+    )  # fmt: skip
 
 
 def as_scalar(num_items: Tensor | float | None, device: torch.device) -> Tensor | None:

@@ -64,15 +64,12 @@ class GatedNormConfig(LaunchConfig):
         # The pipeline holds tiles of dy, x and the gate for each stage but the last.
         pipeline_bytes = programs * 2 * 3 * backward_elements * problem.itemsize
         return GatedNormConfig(
-            block_n=block_n,
-            block_m=min(16, elements // block_n),
-            num_warps=min(num_warps, device.max_warps),
+            block_n=block_n, block_m=min(16, elements // block_n), num_warps=min(num_warps, device.max_warps),
             backward_block_m=min(16, backward_elements // block_n),
             backward_warps=min(backward_warps, device.max_warps),
             num_stages=3 if pipeline_bytes <= 0.6 * device.shared_memory else 1,
-            programs=programs * device.multiprocessors,
-            keeps_w=block_n < 4096,
-        )
+            programs=programs * device.multiprocessors, keeps_w=block_n < 4096,
+        )  # fmt: skip
 
     def count_programs(self, m: int, groups: int) -> int:
         """Return how many programs share the `m` rows of one group, if each gets at least two tiles."""

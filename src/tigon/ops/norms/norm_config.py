@@ -73,16 +73,12 @@ class NormConfig(LaunchConfig):
         # Short rows are faster without a pipeline, longer rows with loads three tiles ahead.
         is_pipelined = 1024 < block_n <= 8192 and fits(loads)
         return NormConfig(
-            block_m=block_m,
-            block_n=block_n,
-            num_warps=min(num_warps, device.max_warps),
+            block_m=block_m, block_n=block_n, num_warps=min(num_warps, device.max_warps),
             backward_warps=min(backward_warps, device.max_warps),
             num_stages=3 if is_pipelined and programs * 2 * tile_bytes <= 0.6 * device.shared_memory else 1,
-            programs=programs * device.multiprocessors,
-            keeps_w=block_n < 16384,
-            keeps_row=fits(loads),
+            programs=programs * device.multiprocessors, keeps_w=block_n < 16384, keeps_row=fits(loads),
             splits=not fits(2),
-        )
+        )  # fmt: skip
 
     def count_programs(self, m: int, blocks: int = 1) -> int:
         """Return how many programs share `m` rows, if `blocks` programs share each row: the fewest with which none gets

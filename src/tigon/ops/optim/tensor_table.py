@@ -12,12 +12,9 @@ from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import cdiv, runs_kernels
 
 TYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.int8: tl.int8,
+    torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int8: tl.int8,
     torch.uint8: tl.uint8,
-}
+}  # fmt: skip
 
 # Each of 128 threads accesses 16 bytes of the widest tensor at once.
 NUM_WARPS = 4

@@ -206,12 +206,7 @@ def _qk_norm_rope(
     if not (can_run and _fits_the_kernels(q, k, heads, together)):
         return qk_norm_rope_reference(*inputs, **options)
     head_options = HeadOptions(
-        heads,
-        options["layout"],
-        axes_of(options["sections"]),
-        "halves",
-        float(options["eps"]),
-        options["offset"],
+        heads, options["layout"], axes_of(options["sections"]), "halves", float(options["eps"]), options["offset"],
         together,
-    )
+    )  # fmt: skip
     return _QKNormRope.apply(*inputs, options["rounding"] == "before_weight", head_options)

@@ -63,11 +63,8 @@ class QKNormRopeConfig(LaunchConfig):
         # The pipeline holds a tile of dy and one of x for each of its three stages but the last.
         pipeline_bytes = 2 * 2 * tile * problem.itemsize
         return QKNormRopeConfig(
-            block_h=block_h,
-            num_warps=min(rung(WARPS, block_h * size), device.max_warps),
-            backward_block_h=backward_block_h,
-            backward_warps=min(rung(WARPS, tile), device.max_warps),
+            block_h=block_h, num_warps=min(rung(WARPS, block_h * size), device.max_warps),
+            backward_block_h=backward_block_h, backward_warps=min(rung(WARPS, tile), device.max_warps),
             num_stages=3 if tile >= 2048 and pipeline_bytes <= device.shared_memory // 2 else 1,
-            programs=device.multiprocessors * rung(PROGRAMS, tile),
-            keeps_w=tile < 16384,
-        )
+            programs=device.multiprocessors * rung(PROGRAMS, tile), keeps_w=tile < 16384,
+        )  # fmt: skip

@@ -294,12 +294,9 @@ def gradient_scales(
 def option_numbers(options: Options) -> dict[str, float]:
     """Return the options that the kernels take as numbers, by the names of the kernels' parameters."""
     return {
-        "ignore_index": options.ignore_index,
-        "label_smoothing": options.label_smoothing,
-        "softcap": options.softcap or 0.0,
-        "logit_scale": options.logit_scale,
-        "z_loss": options.z_loss,
-    }
+        "ignore_index": options.ignore_index, "label_smoothing": options.label_smoothing,
+        "softcap": options.softcap or 0.0, "logit_scale": options.logit_scale, "z_loss": options.z_loss,
+    }  # fmt: skip
 
 
 def _extra_block(extra_targets: int) -> int:

@@ -141,16 +141,11 @@ def statistics_of(
         extra_log_probs = (sums.extra_x - log_total[:, None]) + _extra_mask(extra_targets, v, options)
         extra_log_probs = extra_log_probs.where(valid[:, None] & (extra_targets != options.ignore_index), 0.0)
     return Statistics(
-        loss=valid_only(loss),
-        lse=torch.stack((sums.top, sums.total), -1),
-        z_loss=valid_only(z) if wants.z_loss else no_values(),
-        predicted=predicted,
-        log_probs=valid_only(log_p) if wants.log_probs or options.token_scaling else no_values(),
-        entropy=entropy,
-        mean_logits=mean_logits,
-        log_sum_sq_probs=log_sum_sq_probs,
-        extra_log_probs=extra_log_probs,
-    )
+        loss=valid_only(loss), lse=torch.stack((sums.top, sums.total), -1),
+        z_loss=valid_only(z) if wants.z_loss else no_values(), predicted=predicted,
+        log_probs=valid_only(log_p) if wants.log_probs or options.token_scaling else no_values(), entropy=entropy,
+        mean_logits=mean_logits, log_sum_sq_probs=log_sum_sq_probs, extra_log_probs=extra_log_probs,
+    )  # fmt: skip
 
 
 def _extra_mask(extra_targets: Tensor, v: int, options: Options) -> Tensor:

@@ -52,13 +52,10 @@ class ScanConfig(LaunchConfig):
 def constants(options: Options, config: ScanConfig) -> dict[str, bool | int]:
     """Return the constexprs and the number of warps of every kernel that scans logits."""
     return {
-        "SMOOTHING": options.label_smoothing != 0,
-        "SCALED": options.logit_scale != 1,
-        "SOFTCAP": options.softcap is not None,
-        "BLOCK_V": config.block_v,
-        "LANE": config.lane,
+        "SMOOTHING": options.label_smoothing != 0, "SCALED": options.logit_scale != 1,
+        "SOFTCAP": options.softcap is not None, "BLOCK_V": config.block_v, "LANE": config.lane,
         "num_warps": config.num_warps,
-    }
+    }  # fmt: skip
 
 
 # --- pieces of kernels ---------------------------------------------------------------------------

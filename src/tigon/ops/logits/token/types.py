@@ -57,16 +57,13 @@ def empty_statistics(logits: Tensor, options: Options, wants: Wants) -> Statisti
     m, k = logits.shape[0], wants.extra_targets
     fp32 = lambda requested: logits.new_empty(m if requested else 0, dtype=torch.float32)
     return Statistics(
-        loss=fp32(True),
-        lse=logits.new_empty(m, 2, dtype=torch.float32),
-        z_loss=fp32(wants.z_loss),
+        loss=fp32(True), lse=logits.new_empty(m, 2, dtype=torch.float32), z_loss=fp32(wants.z_loss),
         predicted=logits.new_empty(m if wants.predicted else 0, dtype=torch.int64),
-        log_probs=fp32(wants.log_probs or options.token_scaling),
-        entropy=fp32(wants.entropy),
+        log_probs=fp32(wants.log_probs or options.token_scaling), entropy=fp32(wants.entropy),
         mean_logits=fp32(True) if wants.mean_logits else None,
         log_sum_sq_probs=fp32(True) if wants.sum_sq_probs else None,
         extra_log_probs=logits.new_empty(m, k, dtype=torch.float32) if k else None,
-    )
+    )  # fmt: skip
 
 
 class SavedStatistics(NamedTuple):
