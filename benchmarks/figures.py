@@ -31,9 +31,6 @@ DASHES = (0, (4, 3))
 RESOLUTION = 1e-7
 
 
-# --- the look ------------------------------------------------------------------------------------
-
-
 def provider_colour(provider: str) -> str:
     """Return the colour of a provider, such as liger, tigon, tigon-lean, or the revision tigon@main."""
     if "@" in provider:
@@ -78,9 +75,6 @@ def mark_limit(axes: Axes, height: float, label: str) -> None:
     axes.axhline(height, color=WARNING, linewidth=1, linestyle=DASHES)
     place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
     axes.annotate(label, (0, height), xytext=(4, 3), va="bottom", fontsize=8, color=WARNING, **place)
-
-
-# --- losses --------------------------------------------------------------------------------------
 
 
 class Curve(NamedTuple):
@@ -128,9 +122,6 @@ def draw_losses(
     below.set_xlabel("step", color=INK)
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path)
-
-
-# --- bars, and lines of a sweep --------------------------------------------------------------------
 
 
 class Bar(NamedTuple):

@@ -62,9 +62,6 @@ def run_step(workload: Workload, variant: Variant) -> None:
         _run(function, **inputs.tensors, **variant.options)
 
 
-# --- steps that no workload can express ----------------------------------------------------------
-
-
 def _cross_entropy_of_a_shard(v: int, vocabulary: int, **options: Any) -> None:
     """Run the kernels of a rank that holds `v` columns of the vocabulary; with options, also every output. Only
     `linear_cross_entropy` with a process group launches them, and its step would need several processes."""

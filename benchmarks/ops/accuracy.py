@@ -73,9 +73,6 @@ class BoundProvider:
         return results | {f"gradient of {name}": gradient for name, gradient in named_gradients}
 
 
-# --- references ----------------------------------------------------------------------------------
-
-
 def eager_results(case: Case, inputs: Inputs) -> Results:
     """Return the results of eager code in the dtype of the case. Its error sets the limit."""
     return BoundProvider(Provider("eager", reference), eager_code(case.op)(case), inputs).results()
@@ -103,9 +100,6 @@ def typical_loss_error(case: Case, inputs: Inputs) -> float:
         for logits in (F.linear(x, weight), F.linear(x.double(), weight.double()))
     )
     return ((rounded - exact).square().sum() ** 0.5 / (target >= 0).sum()).item()
-
-
-# --- verdict -------------------------------------------------------------------------------------
 
 
 class Errors(NamedTuple):

@@ -43,9 +43,6 @@ class Provider:
         return self.name in ("liger", "liger-cute", "quack", "fla", "causal-conv1d", "cce", "trl")
 
 
-# --- Tigon, eager, torch.compile -----------------------------------------------------------------
-
-
 def tigon_provider(op: str, package: ModuleType = tigon, name: str = "tigon") -> Provider:
     """Return the provider of the op in `package`, which is this revision of Tigon or another one."""
     workload = OPS[op]
@@ -95,9 +92,6 @@ def _common(op: str) -> tuple[Provider, ...]:
         Provider("eager", eager_code(op), note=note),
         Provider("compile", _compiled(op), note=note),
     )
-
-
-# --- peers ---------------------------------------------------------------------------------------
 
 
 def _liger(load: Callable[[Case], Run] | str, *overwrites: str, note: str = "") -> Provider:

@@ -46,9 +46,6 @@ def write_json(path: Path, rows: Iterable[BenchRow], roofline: Roofline, machine
     write(path, machine, settings, roofline=asdict(roofline), rows=[asdict(row) for row in rows])
 
 
-# --- tables --------------------------------------------------------------------------------------
-
-
 def _error(row: BenchRow) -> str:
     return "-" if row.error is None or row.eager_error is None else f"{row.error:.1e} ({row.eager_error:.1e})"
 
@@ -150,9 +147,6 @@ def markdown(rows: list[BenchRow], roofline: Roofline, machine: dict, settings: 
     for group in _by_case(rows):
         lines += ["", f"### {_title(group[0])}", "", *markdown_table(*make_table(_COLUMNS, group))]
     return "\n".join(lines) + "\n"
-
-
-# --- pictures ------------------------------------------------------------------------------------
 
 
 def plot(rows: Iterable[BenchRow], folder: Path, machine: str) -> list[Path]:

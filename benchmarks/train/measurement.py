@@ -119,9 +119,6 @@ class Measurement:
         return {**fields, **medians, "samples": samples}
 
 
-# --- losses --------------------------------------------------------------------------------------
-
-
 def loss_differences(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
     """Return |loss - reference| for each step that both have; infinite where one of the two is not finite."""
     return [

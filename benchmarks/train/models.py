@@ -66,9 +66,6 @@ def shard(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module
     return accelerator.prepare(model, optimizer)
 
 
-# --- adapters ------------------------------------------------------------------------------------
-
-
 def add_adapters(model: Any, rank: int) -> Any:
     """Return a model of transformers with adapters on all linear layers but the head, and on the weights of experts.
     They have the defaults of PEFT: fp32 if the model is in half precision, a scaling of 2, and no dropout."""
@@ -128,9 +125,6 @@ def quantise(model: Any) -> None:
         model.set_submodule(name, layer.to(old.weight.device))
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-# --- memory without a GPU ------------------------------------------------------------------------
 
 
 def _status_bytes(field: str) -> int | None:

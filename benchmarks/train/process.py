@@ -29,9 +29,6 @@ Work = Callable[[dict[str, Any], int], dict[str, Any]]
 MEMORY_MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
-# --- the parent ----------------------------------------------------------------------------------
-
-
 def worker_command(ranks: int, program: Sequence[str] = WORKER) -> list[str]:
     """Return the command line of one process of `program`, or of torchrun, which starts a group on a free port."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node"]
@@ -83,9 +80,6 @@ def run_process(job: Mapping[str, Any], log: Path, program: Sequence[str] = WORK
         process.stdout.close()
         if not log.stat().st_size:
             log.unlink()
-
-
-# --- the child -----------------------------------------------------------------------------------
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -27,8 +27,6 @@ from benchmarks.train.measurement import (
 )
 from tigon.cli.output import console_table, format_number
 
-# --- tables --------------------------------------------------------------------------------------
-
 Value = Callable[[Measurement], float | None]
 UNEVEN = (
     "A step at each of several lengths, for the first time and again. ms: the mean, without captures of CUDA graphs."
@@ -168,9 +166,6 @@ def console_tables(rows: Sequence[Measurement], settings: dict[str, Any]) -> lis
     return [console_table(*table, title) for title, _, table in _tables(rows, settings)]
 
 
-# --- files ---------------------------------------------------------------------------------------
-
-
 def write_json(folder: Path, rows: Sequence[Measurement], settings: dict[str, Any]) -> None:
     """Write all numbers, with those of every step."""
     curves = {name: {**asdict(curve), "agrees": curve.agrees} for name, curve in compare_with_stock(rows).items()}
@@ -197,8 +192,6 @@ def markdown(rows: Sequence[Measurement], settings: dict[str, Any]) -> str:
         lines += [f"## Changes by {name}", "", "```text", text, "```", ""]
     return "\n".join(lines).rstrip() + "\n"
 
-
-# --- pictures ------------------------------------------------------------------------------------
 
 SIZE_LABELS = {"seq": "tokens a sequence", "batch": "sequences a GPU"}
 

@@ -54,9 +54,6 @@ _LEVELS = {"luspo": "sequence", "gspo": "sequence"}
 _TYPES_WITHOUT_CLIPPING = ("cispo", "sapo", "vespo")
 
 
-# --- public --------------------------------------------------------------------------------------
-
-
 def grpo_loss(
     log_probs: Tensor, advantages: Tensor, mask: Tensor, old_log_probs: Tensor | None = None,
     ref_log_probs: Tensor | None = None, *, loss_type: str = "dapo", importance_sampling_level: str | None = None,

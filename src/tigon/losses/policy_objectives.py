@@ -16,8 +16,6 @@ from tigon.losses.policy_terms import extremum, kl_estimate
 from tigon.losses.sequences import Metrics, Sequences, bounded_exp, mean
 from tigon.runtime import checks
 
-# --- objectives ----------------------------------------------------------------------------------
-
 
 def choose(condition: Tensor, x: float, y: float, dtype: torch.dtype) -> Tensor:
     """Return x where the condition holds and y elsewhere. `torch.where` of two numbers would round them to fp32."""
@@ -194,9 +192,6 @@ class Objective:
             if sequences.has_metrics:
                 metrics["kl"] = sequences.token_mean(divergence.detach())
         return TokenLosses(losses, divergence, is_clipped, metrics)
-
-
-# --- parts that the losses share -----------------------------------------------------------------
 
 
 def check_clip(op: str, epsilon: object, epsilon_high: object, delta: object) -> Clip:

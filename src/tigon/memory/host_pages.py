@@ -23,9 +23,6 @@ from tigon.runtime.device import cdiv
 GIB = 2**30
 
 
-# --- the memory of the host ------------------------------------------------------------------------
-
-
 def _read_number(path: Path) -> int | None:
     try:
         return int(path.read_text())
@@ -72,9 +69,6 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
     except (OSError, ValueError, IndexError, StopIteration):
         return None
     return min([available, *_group_limits(root)])
-
-
-# --- pages -----------------------------------------------------------------------------------------
 
 
 def _allocate(nbytes: int, is_pinned: bool) -> Tensor:

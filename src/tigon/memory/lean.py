@@ -47,9 +47,6 @@ def _block() -> Block | None:
     return block if type(block) is Block else None
 
 
-# --- for ops ---------------------------------------------------------------------------------------
-
-
 def is_lean() -> bool:
     """Return whether this call is in a block of `lean`. An op may then recompute what it would save."""
     if torch.compiler.is_compiling():
@@ -184,9 +181,6 @@ def call_mlp_region(function: Callable, *args: Any) -> Any:
         return _checkpoint_in_graph(function, *args)
     finally:
         _is_in_region = False
-
-
-# --- public ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -46,9 +46,6 @@ class FourBitWeight(NamedTuple):
     dtype: torch.dtype  # of the dense weight
 
 
-# --- kernel --------------------------------------------------------------------------------------
-
-
 @triton.jit(do_not_specialize=["N"])
 def _dequantise_kernel(
     packed_ptr, table_ptr, scale_ptr, out_ptr,  # ceil(N / 2) bytes, [16] fp32, [ceil(N / B)], N weights
@@ -72,9 +69,6 @@ def _dequantise_kernel(
     weights = tl.interleave(first, second)
     offsets = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(out_ptr + offsets, weights.to(out_ptr.dtype.element_ty), offsets < N)
-
-
-# --- launcher ------------------------------------------------------------------------------------
 
 
 @on_device

@@ -39,8 +39,6 @@ from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.tuning import LaunchConfig
 
-# --- configuration -------------------------------------------------------------------------------
-
 
 class GroupedLowRankProblem(NamedTuple):
     """The product, and the sizes that its launch parameters depend on."""
@@ -96,9 +94,6 @@ EXPAND_BLOCKS = 8
 SPLIT_BLOCK_E, SPLIT_BLOCK_N = 32, 64
 
 
-# --- factors -------------------------------------------------------------------------------------
-
-
 def count_terms(a: Tensor) -> int:
     """Return the number of bf16 terms of a factor: values [E, R, N], or terms [terms, E, R, N]."""
     return len(a) if a.dim() == 4 else 1 if a.dtype == torch.bfloat16 else 2
@@ -124,9 +119,6 @@ def split_experts(
         _split(a, out, (out.stride(1), out.stride(2), 1, out.stride(0)), factor, row, terms)
         row += a.shape[1]
     return out
-
-
-# --- launchers (no autograd) ---------------------------------------------------------------------
 
 
 def empty_grouped_hidden(like: Tensor, rows: int, rank: int) -> Tensor:

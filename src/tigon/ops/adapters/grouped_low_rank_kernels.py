@@ -36,9 +36,6 @@ def split_experts_kernel(
             tl.store(out + i * stride_term, term(a, i), mask)
 
 
-# --- parts of kernels ----------------------------------------------------------------------------
-
-
 @triton.jit
 def find_rows(ends_ptr, tile, E, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
     """Return the expert of a tile (BLOCK_E if there is no such tile), its first row, and the end of the expert's
@@ -113,9 +110,6 @@ def add_expanded(base, h, h_second, b, b_second, ORDER: tl.constexpr, B_TERMS: t
         if B_TERMS == 2:
             total = tl.dot(h, b_second, total)
     return total
-
-
-# --- kernels -------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["E"])

@@ -36,9 +36,6 @@ LARGEST_RANK = 32
 BLOCK_T, BLOCK_M, BLOCK_N = 128, 256, 64
 
 
-# --- the kernel ----------------------------------------------------------------------------------
-
-
 @triton.jit(do_not_specialize=["E"])
 def grouped_low_rank_product_kernel(
     # [S, M], [S, 2, R] bf16, [E, R, M], [E], and descriptors of [S, N] and of [E M, N] or [E N, M]
@@ -85,9 +82,6 @@ def grouped_low_rank_product_kernel(
                 )  # fmt: skip
                 total = add_expanded(total, h, h2, b, b2, ORDER, B_TERMS)
         tl.store(y_ptr + rows * M + cols, total, (rows < end) & (cols < M))
-
-
-# --- launchers (no autograd) ---------------------------------------------------------------------
 
 
 def adds_in_product(x: Tensor, weight: Tensor, b: Tensor) -> bool:

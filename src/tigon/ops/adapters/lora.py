@@ -45,8 +45,6 @@ from tigon.runtime.compat.operators import reshape_without_view
 from tigon.runtime.launch import on_device
 from tigon.runtime.op import Node
 
-# --- reference -----------------------------------------------------------------------------------
-
 
 def lora_linear_reference(
     x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0, *,
@@ -68,9 +66,6 @@ def _eager_sum(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor:
         hidden = F.linear(F.dropout(x.to(adapter.a.dtype), adapter.dropout), adapter.a)
         total = total + F.linear(hidden, adapter.b, adapter.bias) * adapter.scaling
     return total.to(y.dtype)
-
-
-# --- autograd ------------------------------------------------------------------------------------
 
 
 class _LoRALinears(Node):
@@ -162,9 +157,6 @@ class _AddAdapters(Node):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         dx, gradients = _node_gradients(ctx, {0: rows_of(dy)})
         return dx, dy, None, *gradients
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def takes_adapters(x: object, projections: Sequence[Projection]) -> bool:

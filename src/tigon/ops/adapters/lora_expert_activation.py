@@ -49,9 +49,6 @@ from tigon.runtime.launch import in_order, launch, on_device
 LARGEST_FUSED_RANK = 32
 
 
-# --- kernels -------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _separate(x, IS_NVIDIA: tl.constexpr):
     """Return x, in bf16 or fp16, by a copy that keeps the compiler from computing x twice. A product needs x in another
@@ -190,9 +187,6 @@ def _lora_expert_backward_kernel(
         tl.store(dweights_ptr + choices, dots, rows < end)
     if dp_ptr is not None:
         store_hidden(dp, dp_ptr, rows, end, ranks[None, :], UP_R)
-
-
-# --- launchers (no autograd) ---------------------------------------------------------------------
 
 
 class ActivationAdapters(NamedTuple):

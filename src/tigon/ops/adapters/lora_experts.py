@@ -31,8 +31,6 @@ from tigon.runtime import checks
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.device import PLAIN, runs_kernels
 
-# --- reference -----------------------------------------------------------------------------------
-
 
 def lora_moe_mlp_reference(
     x: Tensor, up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *,
@@ -50,9 +48,6 @@ def _weight_with_adapter(weight: Tensor, adapter: ExpertAdapter, transposed: boo
     a, b = adapter.a.to(weight.dtype), adapter.b.to(weight.dtype)
     factors = (a.mT, b.mT) if transposed else (b, a)
     return torch.baddbmm(weight, *factors, alpha=adapter.scaling)
-
-
-# --- dispatch ------------------------------------------------------------------------------------
 
 
 def _product(
@@ -139,9 +134,6 @@ def adapted_moe_mlp(
         h = check_activated(op, activation(h), (len(h), down.shape[1 if transposed else 2])).to(down.dtype)
     h = _product(h, down, down_bias, down_adapters, routing, transposed)
     return combine(h, top_k_weights, routing, x.dtype)
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def lora_moe_mlp(

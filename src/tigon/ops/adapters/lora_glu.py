@@ -37,8 +37,6 @@ from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import launch
 from tigon.runtime.maxima import magnitude_bits, raise_to_largest
 
-# --- kernels -------------------------------------------------------------------------------------
-
 
 @triton.jit
 def _load_terms(h_ptr, stride_term, offsets, mask, ORDER: tl.constexpr):
@@ -257,9 +255,6 @@ def _lora_glu_backward_kernel(
             _write_sum(up_db_ptr, sum_ptr + up_sums, up_offsets, stride_part, parts, up_mask)
         if down_da_ptr is not None:
             _write_sum(down_da_ptr, sum_ptr + down_sums, down_offsets, stride_part, parts, down_mask)
-
-
-# --- launchers (no autograd) ---------------------------------------------------------------------
 
 
 class GLUAdapters(NamedTuple):

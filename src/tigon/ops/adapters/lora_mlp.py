@@ -170,9 +170,6 @@ class _LoRAGLUMLP(Node):
         return None if dx is None else dx.view(ctx.shape), *[None] * 5, *gradients
 
 
-# --- public --------------------------------------------------------------------------------------
-
-
 def has_one_node(call: NodeCall) -> bool:
     """Return whether one node can compute the MLP of the layers of a call. The module docstring names the others."""
     plan, tensors = call

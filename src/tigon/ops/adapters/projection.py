@@ -66,9 +66,6 @@ class Projection(NamedTuple):
     adapters: tuple[Adapter, ...] = ()
 
 
-# --- the tensors of an autograd function -----------------------------------------------------------
-
-
 def tensors_to_save(ctx: Any, tensors: Sequence[Any], present: Sequence[int]) -> Sequence[Any]:
     """Keep the tensors of a node for backward. Return those that autograd has to save. `present` are the indices of
     those that are neither None nor a `FrozenWeight`. Autograd has to save none if all of these are leaves with

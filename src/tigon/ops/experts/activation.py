@@ -41,9 +41,6 @@ class NeededActivationGradients(NamedTuple):
     dp: bool = False
 
 
-# --- reference -----------------------------------------------------------------------------------
-
-
 def activation_gradients_reference(
     h: Tensor, da: Tensor | None, weights: Tensor, routing: Routing, kind: str, needs: NeededActivationGradients
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -64,9 +61,6 @@ def activation_gradients_reference(
     return dh, (a * factors).to(h.dtype) if needs.wa else None, dweights
 
 
-# --- configuration -------------------------------------------------------------------------------
-
-
 # In each pair, the first number is the largest number of features of a block, and the second one is its warps.
 WARPS = ((256, 1), (512, 2), (1024, 4))
 
@@ -76,9 +70,6 @@ def _block_of_row(inner: int) -> tuple[int, int]:
     """Return how many features of a row a program computes at a time, and its warps: 8 features for each thread."""
     block = min(1024, triton.next_power_of_2(max(1, inner)))
     return block, rung(WARPS, block)
-
-
-# --- kernels -------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["experts"])
@@ -120,9 +111,6 @@ def _gradients_kernel(
             tl.store(wa_ptr + row * inner + cols, weight * a, mask=mask)
     if dweights_ptr is not None:
         tl.store(dweights_ptr + choice, tl.sum(dots))
-
-
-# --- launcher (no autograd) ----------------------------------------------------------------------
 
 
 def activation_gradients(

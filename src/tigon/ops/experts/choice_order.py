@@ -48,9 +48,6 @@ class Routing(NamedTuple):
         return self.expert.clamp(max=self.ends.shape[0] - 1).long()
 
 
-# --- kernels -------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _load_experts(index_ptr, choices, S, E):
     """Return the experts of choices in int32: E for those that are absent, and for choices from S on."""
@@ -112,9 +109,6 @@ def _place_kernel(
     tl.store(expert_ptr + row, expert, mask=inside)
 
 
-# --- launcher ------------------------------------------------------------------------------------
-
-
 def has_order_kernels(index: Tensor, experts: int) -> bool:
     """Return whether the kernels sort these choices: on a GPU, for 1 to MOST_EXPERTS experts and fewer than 2^31
     choices. In the interpreter `tl.sort` takes seconds. `route` sorts all others by operations of torch."""
@@ -152,9 +146,6 @@ def order_choices(index: Tensor, experts: int) -> Routing:
         result.slot, result.order, result.expert, result.ends, size, experts, BINS=bins, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return result
-
-
-# --- for `moe_mlp`, which checks the arguments ------------------------------------------------------
 
 
 def route(top_k_index: Tensor, num_experts: int) -> Routing:

@@ -99,9 +99,6 @@ def quantise_activated(h: Tensor, kind: str) -> Factor:
     return rows
 
 
-# --- products (no autograd) ----------------------------------------------------------------------
-
-
 # In both functions, `by_rows` means: the product sums along the last dimension of the stored weight. The result has the
 # dtype of the weight.
 

@@ -22,8 +22,6 @@ from tigon.runtime.launch import launch
 from tigon.runtime.maxima import magnitude_bits
 from tigon.runtime.rows import dense_rows
 
-# --- reference -----------------------------------------------------------------------------------
-
 
 def quantise_and_spread_reference(x: Tensor, weights: Tensor | None, routing: Routing) -> Factor:
     """Compute `quantise_and_spread` in torch, for tests and for devices without Triton or FP8 units."""
@@ -36,9 +34,6 @@ def quantise_and_spread_reference(x: Tensor, weights: Tensor | None, routing: Ro
         scale = scale * weights.flatten()[routing.order, None].float()
     # Not every version of torch indexes FP8 values, but all of them index bytes.
     return Factor(values.view(torch.uint8)[token].view(E4M3), scale)
-
-
-# --- kernel --------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["experts"])
@@ -76,9 +71,6 @@ def quantise_spread_kernel(
             slot = tl.load(slot_ptr + token * K + k)
             features = tl.where(slot < present_rows, width, 0)
             tl.store(row_ptr + slot * width + block_cols, q, mask=block_cols < features)
-
-
-# --- launcher (no autograd) ----------------------------------------------------------------------
 
 
 def quantise_and_spread(x: Tensor, weights: Tensor | None, routing: Routing) -> Factor:

@@ -56,9 +56,6 @@ def _is_aligned(x: Tensor) -> bool:
     return step * x.element_size() % 16 == 0 and (x.dim() < 3 or x.stride(0) * x.element_size() % 16 == 0)
 
 
-# --- products (no autograd) ------------------------------------------------------------------------
-
-
 def _groups(ends: Tensor, rows: int) -> list[tuple[int, int, int]]:
     """Return the index, the first row and the end of each group that has rows; none on the meta device, which has no
     sizes."""
@@ -104,9 +101,6 @@ def group_sums(rows: Tensor, ends: Tensor, factors: Tensor | None = None) -> Ten
     return grouped_weight_gradient(factors, rows, ends)[:, 0].contiguous()
 
 
-# --- autograd ------------------------------------------------------------------------------------
-
-
 class _GroupedLinear(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -131,9 +125,6 @@ class _RowsOfGroups(Node):
     @staticmethod
     def backward(ctx: Any, drows: Tensor) -> tuple[Tensor]:
         return (group_sums(drows.contiguous(), *ctx.saved_tensors),)
-
-
-# --- for `moe_mlp`, which checks the arguments ------------------------------------------------------
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -54,8 +54,6 @@ from tigon.runtime import checks
 from tigon.runtime.autograd import may_overwrite_saved
 from tigon.runtime.op import Node
 
-# --- reference -----------------------------------------------------------------------------------
-
 
 def moe_mlp_reference(
     x: Tensor, up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
@@ -74,9 +72,6 @@ def moe_mlp_reference(
         h = linear(act(linear(inputs.to(up_proj.dtype), up_proj, up_bias, e)), down_proj, down_bias, e)
         rows = rows.index_put((token, k), h * factors)
     return rows.sum(1).to(x.dtype)
-
-
-# --- autograd ------------------------------------------------------------------------------------
 
 
 class _MoEMLP(Node):
@@ -125,9 +120,6 @@ class _MoEMLP(Node):
         needs_dinputs = needs.x or (options.weight_inputs and needs.weights)
         copies = find_copies(ctx.in_fp8, ctx.cache, up if needs_dinputs else None, down, by_rows=options.transposed)
         return *(None,) * 4, *moe_backward(dy, saved, options, needs, overwrites_h, copies)
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def moe_mlp(

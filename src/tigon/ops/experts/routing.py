@@ -25,8 +25,6 @@ from tigon.runtime.op import Node
 from tigon.runtime.rows import block_of_row, dense_rows
 from tigon.runtime.tuning import rung
 
-# --- reference -----------------------------------------------------------------------------------
-
 
 def spread_reference(x: Tensor, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:
     """Compute `spread` in eager torch, for tests and for devices without Triton."""
@@ -43,9 +41,6 @@ def combine_reference(
     return terms.sum(1).to(dtype or rows.dtype)
 
 
-# --- configuration -------------------------------------------------------------------------------
-
-
 # In each pair, the first number is the largest number of features of a block, and the second one is its warps. In bf16
 # a thread of a sum loads 16 bytes of each row, for K rows at a time.
 SUM_WARPS = ((256, 1), (512, 2), (1024, 4))
@@ -56,9 +51,6 @@ SPREAD_WARPS = ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16))
 def _block_of_token(h: int) -> int:
     """Return how many features of a token a program copies at a time: all of up to 8192, which fit in registers."""
     return triton.next_power_of_2(h) if h <= 8192 else 4096
-
-
-# --- kernels -------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["experts", "blocks"])
@@ -117,9 +109,6 @@ def _spread_kernel(
             tl.store(dot_ptr + token * K + k, dot)
 
 
-# --- launchers (no autograd) ---------------------------------------------------------------------
-
-
 def _empty_sum(rows: Tensor, slot: Tensor, dtype: torch.dtype) -> Tensor:
     """Allocate what `sum_rows_of_tokens` returns."""
     return rows.new_empty((slot.shape[0], rows.shape[1]), dtype=dtype)
@@ -170,9 +159,6 @@ def spread_tokens(
     return y, dot
 
 
-# --- autograd ------------------------------------------------------------------------------------
-
-
 class _Spread(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slot: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -202,9 +188,6 @@ class _Combine(Node):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights, slot, ends = ctx.saved_tensors
         return spread_tokens(dy, rows, weights, slot, ends, ctx.dtype, *ctx.needs_input_grad[:2])
-
-
-# --- for `moe_mlp`, which checks the arguments ------------------------------------------------------
 
 
 def spread(x: Tensor, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:

@@ -29,9 +29,6 @@ SHARED_BYTES = STAGES * tile_results.STEP_BYTES.value + 2 * BLOCK_ROWS * STEP * 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-# --- where the kernels run -------------------------------------------------------------------------
-
-
 def _is_hopper(device: Device) -> bool:
     """Return whether the device multiplies tiles in shared memory by the instructions of Hopper."""
     return device.arch == "sm_90" and device.shared_memory >= SHARED_BYTES
@@ -65,9 +62,6 @@ def tiles_product(x: Tensor, weight: Tensor) -> bool:
 def tiles_gradient(x: Tensor, dy: Tensor) -> bool:
     """Return whether `tiled_weight_gradient` computes the gradient from x [S, N] and dy [S, M]."""
     return _runs_on(x, dy) and _is_tileable(x) and _is_tileable(dy) and x.shape[1] >= ROWS
-
-
-# --- launches --------------------------------------------------------------------------------------
 
 
 def _tiles(x: Tensor, rows: int, columns: int) -> object:

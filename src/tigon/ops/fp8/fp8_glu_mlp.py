@@ -39,9 +39,6 @@ from tigon.runtime.op import Node
 KINDS = ("silu", "gelu", "gelu_tanh")
 
 
-# --- products ------------------------------------------------------------------------------------
-
-
 def _multiply_gates(x: Factor, weights: Quantised, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return gate and up [T, I] for x and the weights [2 I, H], I being `inner`."""
     halves = weights.rows_of(0, inner), weights.rows_of(inner, 2 * inner)
@@ -58,9 +55,6 @@ def _write_gradients(da: Tensor, gate: Tensor, up: Tensor, kind: str, dgate: Ten
         results = gated_gradients_reference(da, gate, up, kind)
         for out, result in zip((dgate, dup, da), results, strict=True):
             out.copy_(result)
-
-
-# --- autograd ------------------------------------------------------------------------------------
 
 
 class _Call(NamedTuple):
@@ -159,9 +153,6 @@ class _Fp8GLUMLP(Node):
             transposed = weight_transposed(ctx.gate_copies, (gate_weight, up_weight), is_rowwise)
             dx = multiply_fp8(dgates, transposed, ctx.dtype).view(ctx.shape)
         return dx, dgate_weight, dup_weight, ddown
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def fp8_glu_mlp(

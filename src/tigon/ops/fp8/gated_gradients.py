@@ -58,9 +58,6 @@ class _GatedCopies(NamedTuple):
     a: Copies  # [I, padded T]
 
 
-# --- reference -----------------------------------------------------------------------------------
-
-
 def gated_gradients_reference(da: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return dgate, dup and a [T, I] in fp32 (or fp64)."""
     wide = torch.promote_types(gate.dtype, torch.float32)
@@ -71,9 +68,6 @@ def gated_gradients_reference(da: Tensor, gate: Tensor, up: Tensor, kind: str) -
     approximate = "tanh" if kind == "gelu_tanh" else "none"
     dgate = torch.ops.aten.gelu_backward(dact, gate, approximate=approximate)
     return dgate, da * F.gelu(gate, approximate=approximate), a
-
-
-# --- kernels -------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -172,9 +166,6 @@ def gradient_write_kernel(
         store_transposed(a_ptr, stride_transposed, rows, cols, padded_groups, k, a * a_factors)
 
 
-# --- launchers -----------------------------------------------------------------------------------
-
-
 def _empty_gated(gate: Tensor, needs: GatedNeeds) -> _GatedCopies:
     t, i = gate.shape
     return _GatedCopies(empty_copies(gate, t, 2 * i, needs.layout), empty_copies(gate, t, i, needs.layout_of_a))
@@ -210,9 +201,6 @@ def quantise_gradients(gate: Tensor, up: Tensor, da: Tensor, kind: str, needs: G
         num_warps=config.num_warps,
     )  # fmt: skip
     return results
-
-
-# --- for the op ----------------------------------------------------------------------------------
 
 
 def gated_gradients(

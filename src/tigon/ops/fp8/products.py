@@ -54,9 +54,6 @@ def emulate_fp8(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = 
     return (y if bias is None else y + bias.to(wide)).to(dtype)
 
 
-# --- products of groups of rows --------------------------------------------------------------------
-
-
 def has_grouped_units(x: Tensor) -> bool:
     """Return whether torch computes grouped FP8 products on the device of `x`: only on GPUs of Hopper's generation."""
     return has_fp8_units(x) and device_of(x).arch == "sm_90"

@@ -28,9 +28,6 @@ _LARGEST = tl.constexpr(448.0)
 _SMALLEST_BITS = tl.constexpr((127 - 100) << 23)
 
 
-# --- configuration -------------------------------------------------------------------------------
-
-
 class Fp8TileProblem(NamedTuple):
     """The properties that the tiles of a pass depend on."""
 
@@ -80,9 +77,6 @@ class Fp8RowConfig(LaunchConfig):
         return Fp8RowConfig(block=block, num_warps=max(1, min(16, block // 512)))
 
 
-# --- parts of kernels ------------------------------------------------------------------------------
-
-
 @triton.jit
 def scaling(bits):
     """Return the factor that maps the amax to the largest FP8 value, and the scale, for the bits of an amax."""
@@ -106,9 +100,6 @@ def _load(x_ptr, up_ptr, x_offsets, up_offsets, mask, KIND: tl.constexpr):
         act, _ = activation_and_slope(x, KIND)
         x = act * tl.load(up_ptr + up_offsets, mask=mask, other=0.0).to(tl.float32)
     return x
-
-
-# --- kernels -------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["m", "column_blocks"])

@@ -24,8 +24,6 @@ from tigon.runtime.device import cdiv
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.maxima import magnitude_bits
 
-# --- reference -----------------------------------------------------------------------------------
-
 
 def quantise_stack_reference(x: Tensor, is_transposed: bool) -> Factor:
     """Return the copy of a stack [E, R, C] by rows or the transposed one, in torch."""
@@ -36,15 +34,9 @@ def quantise_stack_reference(x: Tensor, is_transposed: bool) -> Factor:
     return Factor(values.view(x.shape), scale.view(x.shape[:2]))
 
 
-# --- configuration -------------------------------------------------------------------------------
-
-
 # A program reads strips of 64 columns, 128 rows at a time: it reads whole lines of 128 bytes in bf16, and writes whole
 # lines in FP8. With 8 warps, a thread has 32 values of a tile in registers.
 BLOCK_M, BLOCK_K, NUM_WARPS = 128, 64, 8
-
-
-# --- kernels -------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["strips"])
@@ -76,9 +68,6 @@ def strip_kernel(
         store_transposed(transposed_ptr, m, rows, cols, m_over_16, k, x * factors[None, :])
 
 
-# --- launcher ------------------------------------------------------------------------------------
-
-
 def _empty_transposed(x: Tensor) -> Factor:
     experts, rows, columns = x.shape
     return Factor(
@@ -98,9 +87,6 @@ def quantise_transposed_stack(x: Tensor) -> Factor:
         BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, num_warps=NUM_WARPS,
     )  # fmt: skip
     return copy
-
-
-# --- for the ops of experts ----------------------------------------------------------------------
 
 
 def quantise_stack(x: Tensor, needs_rows: bool, needs_transposed: bool) -> Quantised:

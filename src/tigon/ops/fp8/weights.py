@@ -31,9 +31,6 @@ def quantise_weights(
     return quantise([weight.detach() for weight in weights], layout)
 
 
-# --- the cache -----------------------------------------------------------------------------------
-
-
 class _WeightState(NamedTuple):
     """The properties of a weight that change when its values may have changed."""
 
@@ -120,9 +117,6 @@ class WeightCache:
             copies = Quantised(copies.rows or missing.rows, copies.transposed or missing.transposed)
             self._entries[name] = entry._replace(copies=copies)
         return copies
-
-
-# --- for the nodes of autograd ---------------------------------------------------------------------
 
 
 def weight_rows(

@@ -24,8 +24,6 @@ MIN_MULTIPLICATIONS = 2**35
 # would cost more.
 TOKENS_PER_IGNORED = 64
 
-# --- the rows to compute -------------------------------------------------------------------------
-
 
 def find_rows(target: Tensor, ignore_index: int, multiplications: int) -> ValidRows | None:
     """Return the valid rows, or None if a graph fixes the sizes or if finding the rows costs more than it saves."""
@@ -53,9 +51,6 @@ def rows_to_compute(
     if (m - valid_rows.count) * TOKENS_PER_IGNORED <= m:
         return None, m
     return valid_rows.rows, valid_rows.count
-
-
-# --- rows of tensors -------------------------------------------------------------------------------
 
 
 def select(x: Tensor, rows: Rows) -> Tensor:

@@ -17,8 +17,6 @@ from tigon.ops.logits.rescale import rescaled
 from tigon.ops.logits.token.types import Shard
 from tigon.ops.logits.vocab_parallel import sum_over_ranks
 
-# --- the gradients that a call computes ------------------------------------------------------------
-
 
 class Needs(NamedTuple):
     """True for each gradient that is computed."""
@@ -65,9 +63,6 @@ def rescale_gradients(gradients: list[Tensor | None], factor: Tensor) -> list[Te
     """Return the gradients of a forward pass times the upstream gradient [], in place if their graph ends here."""
     scaled = lambda g: rescaled(g if g.dim() == 2 else g[None], factor).view(g.shape)
     return [None if g is None else scaled(g) for g in gradients]
-
-
-# --- sums over chunks ----------------------------------------------------------------------------
 
 
 class Addition:

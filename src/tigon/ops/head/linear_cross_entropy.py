@@ -62,8 +62,6 @@ from tigon.runtime.op import Node
 
 NAMES = HeadNames("input", "linear_weight", "linear_bias", "target")
 
-# --- reference -----------------------------------------------------------------------------------
-
 
 def linear_cross_entropy_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
@@ -74,9 +72,6 @@ def linear_cross_entropy_reference(
     if low_rank is not None:
         logits = (logits + F.linear(*low_rank)).to(logits.dtype)
     return cross_entropy_reference(logits, target, **options)
-
-
-# --- autograd ------------------------------------------------------------------------------------
 
 
 class _Targets(NamedTuple):
@@ -157,9 +152,6 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return b if a is None else a
     return a + b
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def linear_cross_entropy(

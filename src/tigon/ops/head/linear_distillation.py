@@ -84,9 +84,6 @@ class DistillationOutput(NamedTuple):
     entropy: Tensor | None = None
 
 
-# --- reference -----------------------------------------------------------------------------------
-
-
 def linear_distillation_reference(
     hidden: Tensor, weight: Tensor, targets: Tensor | None = None, *, bias: Tensor | None = None,
     teacher_hidden: Tensor | None = None, teacher_weight: Tensor | None = None, teacher_bias: Tensor | None = None,
@@ -158,9 +155,6 @@ def linear_distillation_reference(
     )
 
 
-# --- autograd ------------------------------------------------------------------------------------
-
-
 class _LinearDistillation(Node):
     @staticmethod
     def forward(
@@ -197,9 +191,6 @@ class _LinearDistillation(Node):
             results = distillation_chunks(head, teacher, saved[10], dloss, settings)
             gradients = list(results.gradients[:3])
         return tuple(gradients)
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def linear_distillation(

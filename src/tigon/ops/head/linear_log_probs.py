@@ -56,9 +56,6 @@ class LogProbOutput(NamedTuple):
     extra_log_probs: Tensor | None = None  # [..., K] fp32: the log-probabilities of the extra targets
 
 
-# --- reference -----------------------------------------------------------------------------------
-
-
 def linear_log_probs_reference(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
     softcap: float | None = None, logit_scale: float = 1.0, ignore_index: int = -100, return_entropy: bool = False,
@@ -82,9 +79,6 @@ def linear_log_probs_reference(
         torch.logsumexp(2.0 * log_p.detach(), -1).where(valid, 0.0) if return_sum_sq_probs else None,
         None if extra_targets is None else gather_log_probs(log_p, extra_targets, targets, ignore_index),
     )
-
-
-# --- autograd ------------------------------------------------------------------------------------
 
 
 class _LinearLogProbs(Node):
@@ -121,9 +115,6 @@ class _LinearLogProbs(Node):
             SavedStatistics(lse, log_probs, entropy if wants.entropy else None, argmax), upstream, ctx.settings,
         )  # fmt: skip
         return gradients[:3]
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def linear_log_probs(

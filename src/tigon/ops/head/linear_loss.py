@@ -56,8 +56,6 @@ NO_SUM = (
     "one unit depend on the values of other units, or change from call to call; group='batch' accepts any loss"
 )
 
-# --- reference -----------------------------------------------------------------------------------
-
 
 def eager_linear_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, loss_fn: LossFunction, *args: Any, group: Group = "batch",
@@ -74,9 +72,6 @@ def _values_of(result: Tensor | LogProbOutput) -> list[Tensor]:
     """Return the values that the loss function takes."""
     values = [result] if isinstance(result, Tensor) else [result.log_probs, result.entropy, result.log_sum_sq_probs]
     return [each for each in values if each is not None]
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def linear_loss(

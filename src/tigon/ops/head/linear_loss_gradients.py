@@ -40,9 +40,6 @@ LARGEST_DIFFERENCE = 1e-4
 PLACEHOLDERS = {"log_probs": -1.0, "entropy": 1.0, "log_sum_sq_probs": -1.0}
 
 
-# --- the calls of the loss function -----------------------------------------------------------------
-
-
 def call_on_batch(
     loss_fn: LossFunction, values: list[Tensor], args: tuple, shape: torch.Size, group: Group,
     cu_seqlens: Tensor | None,
@@ -99,9 +96,6 @@ def _random_state(device: torch.device) -> Callable[[], None]:
             torch.cuda.set_rng_state(gpu_state, device)
 
     return restore
-
-
-# --- the parts -----------------------------------------------------------------------------------
 
 
 class LossProblem(NamedTuple):
@@ -168,9 +162,6 @@ def _agree(used_gradients: list[Tensor], gradients: list[Tensor], is_valid: Tens
         limit = LARGEST_DIFFERENCE * exact.where(is_compared, 0.0).abs().amax()
         agreements.append((((used - exact).abs() <= limit) | ~is_compared).all())
     return torch.stack(agreements).all()
-
-
-# --- autograd ------------------------------------------------------------------------------------
 
 
 class LinearLoss(Node):

@@ -63,8 +63,6 @@ from tigon.runtime.launch import launcher
 from tigon.runtime.products import product
 from tigon.runtime.tuning import LaunchConfig
 
-# --- configuration -------------------------------------------------------------------------------
-
 
 class SlabProblem(NamedTuple):
     """The sizes that the division of the backward pass depends on."""
@@ -110,9 +108,6 @@ class SlabConfig(LaunchConfig):
         return cdiv(cdiv(problem.vocabulary, slabs), self.tile) * self.tile
 
 
-# --- forward -------------------------------------------------------------------------------------
-
-
 class LogProbSettings(NamedTuple):
     """Everything that a call requests, as plain values."""
 
@@ -144,9 +139,6 @@ def log_prob_statistics(
         logits_dtype=torch.float32 if in_fp32 else None, casts_weight=not in_fp32,
     )  # fmt: skip
     return result
-
-
-# --- backward ------------------------------------------------------------------------------------
 
 
 def _parts(size: int, length: int) -> Iterator[slice]:

@@ -24,8 +24,6 @@ ROW_ALIGNMENT = 64
 # The number of rows that are rounded first, through a copy.
 FIRST_ROWS = 256
 
-# --- products in fp32 ----------------------------------------------------------------------------
-
 
 def product_in_fp32(a: Tensor, b: Tensor, total: Tensor, accumulate: bool = False) -> None:
     """Compute total = a b or total += a b in fp32 (or fp64), for total [M, N], a [M, K] and b [K, N] of any dtype. Two
@@ -43,9 +41,6 @@ def product_in_fp32(a: Tensor, b: Tensor, total: Tensor, accumulate: bool = Fals
             part.addmm_(a, slab)
         else:
             torch.mm(a, slab, out=part)
-
-
-# --- the sum -------------------------------------------------------------------------------------
 
 
 class WeightGradient:

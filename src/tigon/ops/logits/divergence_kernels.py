@@ -47,9 +47,6 @@ LOWEST = tl.constexpr(-1e4)
 PROPAGATE_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
-# --- configuration -------------------------------------------------------------------------------
-
-
 class DivergenceProblem(NamedTuple):
     """The properties that the launch parameters of a divergence depend on."""
 
@@ -81,9 +78,6 @@ def has_native_log2(x: Tensor, device: Device) -> bool:
     precision. Triton's takes 35 instructions, and the loop of JSD has time for 40. The interpreter has no such
     instruction."""
     return x.element_size() == 2 and device.warp_size == 32 and not HIP and not INTERPRETED
-
-
-# --- kernels -------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -198,9 +192,6 @@ def _divergence_kernel(
 
     if loss_ptr is not None:
         tl.store(loss_ptr + tl.program_id(0), tl.sum(losses, axis=0) * rescale)
-
-
-# --- launcher (2-D in, no autograd) --------------------------------------------------------------
 
 
 class DivergenceOptions(NamedTuple):

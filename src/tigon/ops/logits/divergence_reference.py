@@ -94,9 +94,6 @@ def reduce_losses(losses: Tensor, labels: Tensor | None, ignore_index: int, redu
     return losses.sum() / (rows if labels is None else rows * divisor(losses, labels, reduction))
 
 
-# --- distillation ---------------------------------------------------------------------------------
-
-
 class DistillationOptions(NamedTuple):
     """The options of the loss of distillation. `distillation` has the maths."""
 

@@ -30,8 +30,6 @@ from tigon.runtime.device import runs_kernels
 from tigon.runtime.op import Node
 from tigon.runtime.rows import dense_rows
 
-# --- references ----------------------------------------------------------------------------------
-
 
 def kl_div_reference(
     input: Tensor, target: Tensor, *, log_target: bool = False, reduction: DivergenceReduction = "mean", **options: Any
@@ -48,9 +46,6 @@ def jsd_reference(input: Tensor, target: Tensor, *, beta: float = 0.5, **options
 def tvd_reference(input: Tensor, target: Tensor, **options: Any) -> Tensor:
     """Compute `tvd` by its eager definition: the ground truth of the tests, and the code for CPUs."""
     return divergence_reference("tvd", input, target, is_log=False, **options)
-
-
-# --- autograd ------------------------------------------------------------------------------------
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -79,9 +74,6 @@ class _Divergence(Node):
             input, target, labels, inverse_count = ctx.saved_tensors
             dx = divergence_backward(dloss, _rows(input), _rows(target), labels, inverse_count, ctx.options)
         return (dx.view(ctx.shape),)
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def _divergence(
@@ -233,9 +225,6 @@ def tvd(
         "tvd", "tvd", input, target, reduction=reduction, labels=labels, ignore_index=ignore_index,
         from_logits=from_logits, temperature=temperature, is_log=False,
     )  # fmt: skip
-
-
-# --- modules -------------------------------------------------------------------------------------
 
 
 class KLDivLoss(nn.KLDivLoss):

@@ -20,8 +20,6 @@ WARPS = 8
 # There are few programs, because nearly always they read the factor and end.
 PROGRAMS_PER_MULTIPROCESSOR = 8
 
-# --- kernel --------------------------------------------------------------------------------------
-
 
 @triton.jit(do_not_specialize=["stride_factor", "M"])
 def _rescale_kernel(x_ptr, factor_ptr, stride_x, stride_factor, M, N, blocks, BLOCK: tl.constexpr):
@@ -34,9 +32,6 @@ def _rescale_kernel(x_ptr, factor_ptr, stride_x, stride_factor, M, N, blocks, BL
         factor = tl.load(factor_ptr + row * stride_factor).to(tl.float32)
         x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=0.0).to(tl.float32)
         tl.store(x_ptr + row * stride_x + cols, x * factor, mask=cols < N)
-
-
-# --- launchers -----------------------------------------------------------------------------------
 
 
 @on_device

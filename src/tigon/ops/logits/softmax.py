@@ -28,16 +28,10 @@ from tigon.runtime.tuning import LaunchConfig, rung
 MAX_FEATURES = 32768
 
 
-# --- reference -----------------------------------------------------------------------------------
-
-
 def softmax_reference(x: Tensor, dim: int = -1) -> Tensor:
     """Compute `softmax` by its eager definition: the ground truth of the tests, and the code for CPUs."""
     # Without `dtype`, autocast would make the result fp32.
     return torch.softmax(x, dim, dtype=x.dtype)
-
-
-# --- configuration -------------------------------------------------------------------------------
 
 
 class SoftmaxProblem(NamedTuple):
@@ -70,9 +64,6 @@ class SoftmaxConfig(LaunchConfig):
         block_m = max(1, 2048 // block_n)
         num_warps = min(rung(WARPS, block_n), device.max_warps)
         return SoftmaxConfig(block_m, block_n, num_warps, keeps_y=block_n <= 16384)
-
-
-# --- kernels -------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -116,9 +107,6 @@ def _backward_kernel(
     tl.store(dx_ptr + rows * stride_dx + cols, dx, mask=None if EVEN else mask)
 
 
-# --- launchers (any strides, no autograd) --------------------------------------------------------
-
-
 @launcher(fake=lambda x: x.new_empty(x.shape))
 def softmax_forward(x: Tensor) -> Tensor:
     """Return y [..., N] for x [..., N]."""
@@ -147,9 +135,6 @@ def softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
     return dx
 
 
-# --- autograd ------------------------------------------------------------------------------------
-
-
 class _Softmax(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -161,9 +146,6 @@ class _Softmax(Node):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor]:
         (y,) = ctx.saved_tensors
         return (softmax_backward(dy, y),)
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def _check_dim(op: str, dim: object) -> None:

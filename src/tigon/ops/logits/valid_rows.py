@@ -20,8 +20,6 @@ from tigon.runtime.launch import launch, on_device
 BLOCK = 2048
 WARPS = 8
 
-# --- kernel --------------------------------------------------------------------------------------
-
 
 @triton.jit(do_not_specialize=["M"])
 def _valid_rows_kernel(target_ptr, rows_ptr, count_ptr, M, ignore_index, BLOCK: tl.constexpr):
@@ -37,9 +35,6 @@ def _valid_rows_kernel(target_ptr, rows_ptr, count_ptr, M, ignore_index, BLOCK: 
     tl.store(count_ptr, count.to(tl.int64))
 
 
-# --- launcher ------------------------------------------------------------------------------------
-
-
 @on_device
 def _find(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Return rows [M] int64, of which the first `count` are written, and count [1] int64, for target [M]."""
@@ -52,9 +47,6 @@ def _find(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
         return rows, count
     rows = (target != ignore_index).nonzero()[:, 0]
     return rows, torch.tensor([len(rows)], device="cpu")
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def as_targets(target: Tensor, ignore_index: int) -> Tensor:

@@ -44,9 +44,6 @@ class GateOptions(NamedTuple):
 PLAIN_GATE = GateOptions()
 
 
-# --- kernels -------------------------------------------------------------------------------------
-
-
 @triton.jit
 def activation_and_slope(x, KIND: tl.constexpr, alpha=None):
     """Return act(x) and act'(x) for x in fp32. NaN stays NaN. `alpha` is None or a number for "silu". The caller
@@ -166,9 +163,6 @@ def _backward_kernel(
             tl.store(dgate_ptr + row * stride_dgate + cols, dgate, mask=mask)
         if NEEDS_DUP:
             tl.store(dup_ptr + row * stride_dup + cols, dup, mask=mask)
-
-
-# --- launchers (any strides, no autograd) --------------------------------------------------------
 
 
 def _plan(

@@ -18,9 +18,6 @@ from tigon.runtime.products import multiply, multiply_by_weight
 MIN_MULTIPLICATIONS = 2**34
 
 
-# --- products ------------------------------------------------------------------------------------
-
-
 def multiply_gate(x: Tensor, weight: Tensor) -> Tensor:
     """Return gate or up [T, I] for x [T, H] and its weight [I, H]."""
     return multiply_by_weight(x, weight, MIN_MULTIPLICATIONS)
@@ -40,9 +37,6 @@ def backward_of_activation(
     glu_backward_into(da, gate, up, *activation, dgate, dup, da if needs_down else None)
     # The kernel has written a into the memory of da. Ping-pong kernels do not speed up this product.
     return torch.mm(dy.t(), da) if needs_down else None
-
-
-# --- saved tensors --------------------------------------------------------------------------------
 
 
 class _SaveEarly(torch.autograd.Function):

@@ -28,9 +28,6 @@ from tigon.runtime.op import Node
 Kind = Literal["silu", "gelu", "gelu_tanh"]
 
 
-# --- reference -----------------------------------------------------------------------------------
-
-
 def _unpack(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return gate and up. Without `up`, `gate` holds both, packed as [gate | up]."""
     return halves(gate) if up is None else (gate, up)
@@ -46,9 +43,6 @@ def geglu_reference(gate: Tensor, up: Tensor | None = None, *, approximate: str 
     """Compute `geglu` in eager torch, for tests and for devices without Triton."""
     gate, up = _unpack(gate, up)
     return F.gelu(gate, approximate=approximate) * up
-
-
-# --- autograd ------------------------------------------------------------------------------------
 
 
 class _GLU(Node):
@@ -70,9 +64,6 @@ def _activate_and_multiply(gate: Tensor, up: Tensor | None, kind: str, reference
     if not runs_kernels(gate) or gate.dim() == 0 or gate.shape[-1] == 0:
         return reference(gate, up)
     return _GLU.apply(gate, up, kind, *options)
-
-
-# --- clamped gates -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -101,9 +92,6 @@ class ClampedGate:
 
     def __str__(self) -> str:
         return f"clamped swiglu, limit {self.limit:g}"
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def _glu(op: str, kind: Kind, reference: Callable, gate: Tensor, up: Tensor | None) -> Tensor:

@@ -57,9 +57,6 @@ GATES = {
 }
 
 
-# --- reference -----------------------------------------------------------------------------------
-
-
 def glu_mlp_reference(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str = "silu", *,
     gate_scale: float = 1.0, output_scale: float = 1.0, limit: float | None = None,
@@ -74,9 +71,6 @@ def glu_mlp_reference(
 def scaled(x: Tensor, scale: float) -> Tensor:
     """Return scale * x; x itself if the scale is 1."""
     return x if scale == 1.0 else x * scale
-
-
-# --- autograd ------------------------------------------------------------------------------------
 
 
 class _GLUMLP(Node):
@@ -117,9 +111,6 @@ class _GLUMLP(Node):
         dup_weight = multiply(dup.t(), x) if needs_up else None
         dx = multiply(dup, up_weight, total=multiply(dgate, gate_weight)).view(ctx.shape) if needs_dx else None
         return dx, dgate_weight, dup_weight, ddown_weight
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def plain_weights(layers: Sequence[nn.Module]) -> list[Tensor] | None:

@@ -40,9 +40,6 @@ APPROXIMATIONS: dict[str, Any] = {kind: name for name, kind in GELU_KINDS.items(
 ACTIVATIONS = (*APPROXIMATIONS, "relu2")
 
 
-# --- reference -----------------------------------------------------------------------------------
-
-
 def mlp_reference(
     x: Tensor, up_weight: Tensor, down_weight: Tensor, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "gelu",
@@ -58,16 +55,10 @@ def activate(h: Tensor, activation: str) -> Tensor:
     return relu2(h) if activation == "relu2" else gelu(h, APPROXIMATIONS[activation])
 
 
-# --- products ------------------------------------------------------------------------------------
-
-
 def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Return dW [O, H] = dy^T x for dy [T, O] and x [T, H], with the order of the weight's memory."""
     is_transposed = weight.stride(0) == 1 and weight.stride(1) != 1
     return multiply(x.t(), dy).t() if is_transposed else multiply(dy.t(), x)
-
-
-# --- autograd ------------------------------------------------------------------------------------
 
 
 class _MLP(Node):
@@ -121,9 +112,6 @@ class _MLP(Node):
         elif needs_down:
             ddown = _weight_gradient(dy, activation_forward(h, ctx.kind), down_weight)
         return dx, dup, ddown, dup_bias, dy.sum(0) if needs_down_bias else None
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def mlp(

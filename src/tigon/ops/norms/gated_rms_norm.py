@@ -36,9 +36,6 @@ from tigon.runtime.op import Node
 GateActivation = Literal["silu", "sigmoid"]
 
 
-# --- reference -----------------------------------------------------------------------------------
-
-
 def gated_rms_norm_reference(
     x: Tensor, gate: Tensor, weight: Tensor | None, eps: float = 1e-6, *, activation: GateActivation = "silu",
     gate_first: bool = False, group_size: int | None = None, offset: float = 0.0, rounding: Rounding = "before_weight",
@@ -56,9 +53,6 @@ def gated_rms_norm_reference(
     return y if gate_first else (y * factor).to(x.dtype)
 
 
-# --- autograd ------------------------------------------------------------------------------------
-
-
 class _GatedRMSNorm(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor | None, *options: Any) -> Tensor:
@@ -72,9 +66,6 @@ class _GatedRMSNorm(Node):
         x, gate, weight, rstd = ctx.saved_tensors
         needs = NeededGatedNormGradients(*ctx.needs_input_grad[:3])
         return gated_norm_backward(dy, x, gate, weight, rstd, ctx.options, needs)
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def gated_rms_norm(

@@ -20,9 +20,6 @@ from tigon.runtime.tuning import LaunchConfig, rung
 MAX_GROUP_SIZE = 8192
 
 
-# --- configuration -------------------------------------------------------------------------------
-
-
 class GatedNormProblem(NamedTuple):
     """The sizes that the launch parameters of a gated norm depend on."""
 
@@ -75,9 +72,6 @@ class GatedNormConfig(LaunchConfig):
         """Return how many programs share the `m` rows of one group, if each gets at least two tiles."""
         tiles, limit = cdiv(m, self.backward_block_m), max(1, self.programs // groups)
         return cdiv(tiles, max(2, cdiv(tiles, limit)))
-
-
-# --- kernels -------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -192,9 +186,6 @@ def _backward_kernel(
 
     if dw_ptr is not None:
         tl.store(dw_ptr + pid * N + cols, tl.sum(dw, axis=0, keep_dims=True), mask=inside)
-
-
-# --- launchers (any strides, no autograd) --------------------------------------------------------
 
 
 class GatedNormOptions(NamedTuple):

@@ -28,8 +28,6 @@ from tigon.runtime.launch import Plan, launcher, on_device
 from tigon.runtime.maxima import magnitude_bits, raise_to_largest
 from tigon.runtime.rows import dense_rows
 
-# --- kernels -------------------------------------------------------------------------------------
-
 
 @triton.jit(do_not_specialize=["M"])
 def _forward_kernel(
@@ -156,9 +154,6 @@ def _backward_kernel(
         tl.store(dw_ptr + pid * N + cols, tl.sum(dw, axis=0, keep_dims=True), mask=inside)
     if db_ptr is not None:
         tl.store(db_ptr + pid * N + cols, tl.sum(db, axis=0, keep_dims=True), mask=inside)
-
-
-# --- launchers (any strides, no autograd) --------------------------------------------------------
 
 
 class NormOptions(NamedTuple):

@@ -25,8 +25,6 @@ from tigon.runtime import checks
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.op import Node
 
-# --- reference -----------------------------------------------------------------------------------
-
 
 def layer_norm_reference(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
@@ -36,9 +34,6 @@ def layer_norm_reference(
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in (x, weight, bias) if t is not None))
     weight, bias = (t if t is None else t.to(dtype) for t in (weight, bias))
     return F.layer_norm(x.to(dtype), x.shape[-1:], weight, bias, eps).to(x.dtype)
-
-
-# --- autograd ------------------------------------------------------------------------------------
 
 
 class _LayerNorm(Node):
@@ -55,9 +50,6 @@ class _LayerNorm(Node):
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dtypes = weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
         return norm_backward(dy, None, x, weight, statistics, 0.0, NeededNormGradients(needs_dx, *dtypes), None)
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

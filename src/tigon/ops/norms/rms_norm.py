@@ -32,9 +32,6 @@ from tigon.runtime.op import Node
 Rounding = Literal["before_weight", "after_weight"]
 
 
-# --- reference -----------------------------------------------------------------------------------
-
-
 def rms_norm_reference(
     x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0, rounding: Rounding = "before_weight",
     dtype: torch.dtype | None = None,
@@ -61,9 +58,6 @@ def add_rms_norm_reference(
     """Compute `add_rms_norm` in eager torch, for tests and for devices without Triton."""
     total = x + residual
     return rms_norm_reference(total, weight, eps, offset=offset, rounding=rounding), total
-
-
-# --- autograd ------------------------------------------------------------------------------------
 
 
 class _RMSNorm(Node):
@@ -115,9 +109,6 @@ class _RMSNorm(Node):
 
 class _AddRMSNorm(_RMSNorm):
     """The node of a sum, which has its own name in a graph."""
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def check_norm(

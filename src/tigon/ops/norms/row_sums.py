@@ -15,9 +15,6 @@ from tigon.runtime.launch import Plan
 COLUMNS, ROWS = 32, 256
 
 
-# --- kernels -------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _sum_rows(partial_ptr, sum_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
     """Sum a block of columns of [P, N] fp32 over P."""
@@ -39,9 +36,6 @@ def _sum_kernel(
     _sum_rows(first_ptr, first_sum_ptr, P, N, BLOCK_P, BLOCK_N)
     if second_ptr is not None:
         _sum_rows(second_ptr, second_sum_ptr, P, N, BLOCK_P, BLOCK_N)
-
-
-# --- launcher ------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(4096)

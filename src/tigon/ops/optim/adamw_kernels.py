@@ -41,9 +41,6 @@ STEP_FACTOR = tl.constexpr(formats.STEP_FACTOR)
 ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23
 
 
-# --- kernel --------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _one_minus_exp(x):
     """Return 1 - exp(x) for x <= 0 with all digits of fp32, by a series where the difference would lose digits."""
@@ -253,9 +250,6 @@ def _step_kernel(
                 complement1, complement2, log_beta1, log_beta2, weight_decay, eps,
                 P, G, M, V, MASTER, STOCHASTIC, ALIGNED, STEPS, MAXIMIZE, BLOCK,
             )  # fmt: skip
-
-
-# --- launcher ------------------------------------------------------------------------------------
 
 
 class _LaunchKind(NamedTuple):

@@ -36,9 +36,6 @@ _MOMENTS = (
 )
 
 
-# --- options ---------------------------------------------------------------------------------------
-
-
 def has_options(group: dict[str, Any]) -> bool:
     """Return whether a group has an option of compact states."""
     return any(group.get(name, default) != default for name, default in OPTIONS.items())
@@ -74,9 +71,6 @@ def check_group(group: dict[str, Any], max_grad_norm: float | None) -> None:
         if p.dtype == torch.float16 and (master == "bf16+8" or is_stochastic):
             name = f"master={master!r}" if master is not None else "stochastic_rounding=True"
             raise TypeError(f"AdamW: {name} needs parameters in bfloat16 or float32, got {p.dtype}")
-
-
-# --- tensors of a parameter ------------------------------------------------------------------------
 
 
 def _is_quantised(p: Any, group: dict[str, Any]) -> bool:
@@ -154,9 +148,6 @@ def local_tensors(p: Any, state: dict[str, Any], key: int) -> AdamWTensors:
             f"AdamW: a state of a parameter of size {tuple(shape)} has another size: {tuple(m.shape)}, {tuple(v.shape)}"
         )
     return AdamWTensors(param, grad, m, v, m_scale, v_scale, master, key, local_part(state["step"]))
-
-
-# --- conversion ------------------------------------------------------------------------------------
 
 
 def _decoded(p: Tensor, state: dict[str, Any], name: str, decode: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

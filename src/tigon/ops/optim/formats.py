@@ -54,9 +54,6 @@ STEP_FACTOR = 2654435769
 NAN_BITS = 0x7FC00000
 
 
-# --- moments of 8 bits ---------------------------------------------------------------------------
-
-
 def _scaled(roots: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     """Return roots [N] such that the largest magnitude of each block is `largest`, and the scales [ceil(N / 128)]."""
     n = roots.numel()
@@ -101,9 +98,6 @@ def encode_squares(v: Tensor, dithers: Tensor | float = 0.5) -> tuple[Tensor, Te
 def decode_squares(codes: Tensor, scales: Tensor) -> Tensor:
     """Return the second moment [N] in fp32."""
     return _times_scales(codes + 0.5, scales).square().square()
-
-
-# --- parameters in bf16 --------------------------------------------------------------------------
 
 
 def _finite_bits(p: Tensor) -> Tensor:

@@ -27,9 +27,6 @@ from tigon.runtime.launch import in_order, launch, on_device
 SPAN = 16
 
 
-# --- kernel --------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _squares_kernel(
     # For each tensor: the address of g, N, the first span and the number of spans.
@@ -47,9 +44,6 @@ def _squares_kernel(
         g = tl.load(pointer + index, mask=index < n, other=0).to(tl.float32)
         total += g * g
     tl.store(out_ptr + tl.program_id(0), tl.sum(total))
-
-
-# --- launcher ------------------------------------------------------------------------------------
 
 
 def sum_of_squares(gradients: Iterable[Tensor], device: torch.device, tables: dict[tuple, TensorTable]) -> Tensor:
@@ -90,9 +84,6 @@ def _launch(rows: Tensor, tensor_of_span: Tensor, dtype: torch.dtype, is_aligned
         G=TYPES[dtype], ALIGNED=is_aligned, SPAN=SPAN, BLOCK=block, num_warps=NUM_WARPS,
     )  # fmt: skip
     return sums
-
-
-# --- the norm of all ranks -------------------------------------------------------------------------
 
 
 def _reduced(g: Any) -> Any:

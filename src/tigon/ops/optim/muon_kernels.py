@@ -31,9 +31,6 @@ class Matrix(NamedTuple):
     momentum: Tensor
 
 
-# --- references ----------------------------------------------------------------------------------
-
-
 def momentum_reference(matrix: Matrix, momentum: float, nesterov: bool) -> Tensor:
     """Update the momentum of a matrix in place, and return u in its dtype, as `torch.optim.Muon` does."""
     grad = matrix.grad.to(matrix.momentum.dtype)
@@ -52,9 +49,6 @@ def update_reference(param: Tensor, o: Tensor, lr: Tensor | float, ratio: float,
 
 # A program computes this many blocks. It has not been tuned.
 SPAN = 4
-
-
-# --- kernels -------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -122,9 +116,6 @@ def _update_kernel(
         p = p - decay * p
         p = p - step_size * o
         tl.store(param_ptr + index, p, mask=mask)
-
-
-# --- launchers -----------------------------------------------------------------------------------
 
 
 def _are_aligned(matrices: Sequence[Matrix]) -> bool:

@@ -43,9 +43,6 @@ class Epilogue(NamedTuple):
     diagonal_dtype: torch.dtype = torch.float16
 
 
-# --- reference -----------------------------------------------------------------------------------
-
-
 def symmetric_product_reference(a: Tensor, b: Tensor, epilogue: Epilogue) -> tuple[Tensor, Tensor | None]:
     """Return C, and Q or None."""
     c = (a.float() @ b.float().mT) * epilogue.alpha
@@ -58,9 +55,6 @@ def symmetric_product_reference(a: Tensor, b: Tensor, epilogue: Epilogue) -> tup
         return c.to(epilogue.dtype), None
     q = c + epilogue.diagonal * torch.eye(c.shape[-1], device=c.device)
     return c.to(epilogue.dtype), q.to(epilogue.diagonal_dtype)
-
-
-# --- configuration -------------------------------------------------------------------------------
 
 
 class SymmetricProblem(NamedTuple):
@@ -102,9 +96,6 @@ class SymmetricConfig(LaunchConfig):
         if not device.async_copy:
             return SymmetricConfig(128, 128, 32, 8, 2, 2, 8, False)
         return SymmetricConfig(128, 128, 64, 8, 3, 1, 8, False)
-
-
-# --- kernel --------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -207,9 +198,6 @@ def _symmetric_kernel(
             col = first_col + 2 * i * QUARTER
             _finish(first_part, out_ptr, out_q_ptr, addend_ptr, first_row, col, M, scale, beta, gamma, WIDE)
             _finish(second_part, out_ptr, out_q_ptr, addend_ptr, first_row, col + QUARTER, M, scale, beta, gamma, WIDE)
-
-
-# --- launcher ------------------------------------------------------------------------------------
 
 
 @functools.cache

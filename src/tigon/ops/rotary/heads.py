@@ -15,9 +15,6 @@ from tigon.runtime.compat.triton import tl, triton
 PAIRED = {"split_half": (False, False), "interleaved": (True, True), "deinterleaved": (True, False)}
 
 
-# --- functions for kernels -----------------------------------------------------------------------
-
-
 @triton.jit
 def load_heads(
     ptrs, inside,  # [H, 1]: pointers to the heads, and False beyond the last head
@@ -100,9 +97,6 @@ def rotate_pairs(x1, x2, cos1, cos2, sin1, sin2, BACKWARD: tl.constexpr):
     else:
         y1, y2 = x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
     return y1, y2
-
-
-# --- functions for launchers ---------------------------------------------------------------------
 
 
 class HeadOptions(NamedTuple):

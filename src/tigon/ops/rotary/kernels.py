@@ -40,8 +40,6 @@ from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import cdiv, device_of, next_power_of_2
 from tigon.runtime.launch import Plan, launcher
 
-# --- kernels -------------------------------------------------------------------------------------
-
 
 @triton.jit
 def _load_weight(
@@ -226,9 +224,6 @@ def _backward_kernel(
             stride_dk_b, stride_dk_h, stride_dk_s, stride_cos_a, stride_cos_b, stride_cos_s, S, T, offset,
             HK, D, R, X_PAIRED, Y_PAIRED, AXES, TOGETHER, RSTDS, KEEPS_W, BLOCK_HK, BLOCK_R, BLOCK_P, STAGES,
         )  # fmt: skip
-
-
-# --- launchers -----------------------------------------------------------------------------------
 
 
 def _choose_config(q: Tensor, k: Tensor | None, options: HeadOptions) -> QKNormRopeConfig:

@@ -30,8 +30,6 @@ from tigon.runtime.autograd import keep_none_gradients
 from tigon.runtime.device import next_power_of_2, runs_kernels
 from tigon.runtime.op import Node
 
-# --- reference -----------------------------------------------------------------------------------
-
 
 def _normalises_together(size: int, *weights: Tensor | None) -> bool:
     """Return whether all heads of a token are normalised together. A weight wider than one head requests this."""
@@ -55,9 +53,6 @@ def qk_norm_rope_reference(
 
     q, k = normalise(q, q_weight), None if k is None else normalise(k, k_weight)
     return rope_reference(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, layout=layout, sections=sections)
-
-
-# --- autograd ------------------------------------------------------------------------------------
 
 
 def _result_dtype(x: Tensor, weight: Tensor | None, table: Tensor, round_first: bool) -> torch.dtype:
@@ -100,9 +95,6 @@ class _QKNormRope(Node):
         sizes = [weight.shape[0] if needed and weight is not None else 0 for weight, needed in pairs]
         gradients = (dq, dk, *dw.split(sizes))
         return tuple(x if needed else None for x, needed in zip(gradients, needs, strict=True))
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def _check_weights(

@@ -41,9 +41,6 @@ TABLES = ("halves", "once", "pairs")
 MAX_HEAD_SIZE = 1024
 
 
-# --- reference -----------------------------------------------------------------------------------
-
-
 def _pick_axes(table: Tensor, sections: Sequence[int]) -> Tensor:
     """Pick [B, S, R] from a table [3, B, S, R]: the sections of each half come from axes 0, 1, 2, 0 and so on."""
     ends = itertools.accumulate((*sections, *sections), initial=0)
@@ -92,9 +89,6 @@ def rope_reference(
     return rotate(q), None if k is None else rotate(k)
 
 
-# --- autograd ------------------------------------------------------------------------------------
-
-
 class _Rope(Node):
     @staticmethod
     def forward(
@@ -127,9 +121,6 @@ class _Rope(Node):
             # The launcher's first input cannot be None, so dk takes the place of dq.
             dk, _ = rope_rotate(dk_out, None, cos, sin, ctx.options, True, k_dtype, None)
         return dq, dk
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def check_rope(

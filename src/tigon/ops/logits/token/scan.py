@@ -21,8 +21,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(reference.LOWEST)
 
-# --- configuration -------------------------------------------------------------------------------
-
 
 class ScanProblem(NamedTuple):
     """The sizes that the launch parameters of a pass over logits depend on."""
@@ -56,9 +54,6 @@ def constants(options: Options, config: ScanConfig) -> dict[str, bool | int]:
         "SOFTCAP": options.softcap is not None, "BLOCK_V": config.block_v, "LANE": config.lane,
         "num_warps": config.num_warps,
     }  # fmt: skip
-
-
-# --- pieces of kernels ---------------------------------------------------------------------------
 
 
 @triton.jit
