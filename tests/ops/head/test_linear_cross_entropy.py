@@ -7,7 +7,7 @@ from benchmarks.workloads import WORKLOADS
 from dispatch_modes import PeakMemory, Products
 from op_cases import DEVICE, INTERPRETED, assert_as_accurate_as_eager, one_in
 from tigon.ops.head import weight_gradient
-from tigon.ops.head.chunks import ChunkConfig, ChunkProblem
+from tigon.ops.head.chunks import ChunkConfig
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
 from tigon.runtime.device import EMULATED
 from tigon.runtime.tuning import tuned
@@ -252,7 +252,7 @@ def test_fp16_gradients_use_the_loss_scale():
 
 @pytest.mark.no_interpreter("It launches no kernel.")
 def test_chunk_heuristic():
-    on = lambda device: ChunkConfig.heuristic(ChunkProblem(device), EMULATED)
+    on = lambda device: ChunkConfig.heuristic((device, False), EMULATED)
     gpu, cpu = on("cuda"), on("cpu")
     assert gpu == ChunkConfig(budget_mib=640, may_exceed_budget=True, unit_budget_mib=1024, max_chunks=8, tile=128)
     assert cpu == ChunkConfig(budget_mib=96, may_exceed_budget=False, unit_budget_mib=96, max_chunks=8, tile=128)

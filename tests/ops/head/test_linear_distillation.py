@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
 from op_cases import one_in
-from tigon.ops.head.chunks import ChunkConfig, ChunkProblem
+from tigon.ops.head.chunks import ChunkConfig
 from tigon.ops.head.linear_distillation import linear_distillation_reference
 from tigon.ops.logits.distillation import DistillationConfig
 from tigon.runtime.device import EMULATED
@@ -252,7 +252,7 @@ def test_a_sharded_head_is_refused():
 @pytest.mark.no_interpreter("It launches no kernel.")
 def test_two_models_have_fewer_chunks_than_their_budget_allows():
     """8192 tokens of two bf16 heads of 128256 x 4096, with the spare tokens that an fp32 dW would take."""
-    problem = ChunkProblem("cuda", has_teacher=True)
+    problem = "cuda", True
     config = ChunkConfig.heuristic(problem, EMULATED)
     token_bytes = 128256 * 4
     tokens = config.chunk_tokens(8192, token_bytes, None, spare_tokens=2048)

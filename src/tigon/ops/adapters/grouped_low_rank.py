@@ -21,7 +21,6 @@ Shapes: T tokens, K choices each, S = T K rows, E experts, N features, R ranks o
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,15 +39,6 @@ from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.tuning import LaunchConfig
 
 
-class GroupedLowRankProblem(NamedTuple):
-    """The product, and the sizes that its launch parameters depend on."""
-
-    # "project", "expand", "sums", or "activation" for the kernels of `lora_expert_activation`.
-    product: str
-    rank: int
-    terms: int  # The number of bf16 terms of an element of the large operand: 1 in bf16, and 2 in fp16
-
-
 @dataclass(frozen=True)
 class GroupedLowRankConfig(LaunchConfig):
     """Launch parameters: a program computes `block_t` rows and `block_n` features at a time."""
@@ -59,22 +49,25 @@ class GroupedLowRankConfig(LaunchConfig):
     num_stages: int
 
     @staticmethod
-    def heuristic(problem: GroupedLowRankProblem, device: Device) -> "GroupedLowRankConfig":
-        stages, block_r = 3 if device.async_copy else 1, rank_block(problem.rank)
+    def heuristic(problem: tuple[str, int, int], device: Device) -> "GroupedLowRankConfig":
+        """Return the parameters for a product ("project", "expand", "sums", or "activation" for the kernels of
+        `lora_expert_activation`), a rank, and the bf16 terms of an element of the large operand."""
+        product, rank, terms = problem
+        stages, block_r = 3 if device.async_copy else 1, rank_block(rank)
         is_large_chip = device.shared_memory >= 2**17 * 1.5
         # A large tile for all ranks of an adapter fits in the registers. On sm_80, rank 32 does not.
         has_room = block_r <= 16 or is_large_chip
-        is_small = block_r <= 32 and problem.terms == 1
-        if problem.product == "project":
+        is_small = block_r <= 32 and terms == 1
+        if product == "project":
             # An expert has 512 rows on average at 8192 tokens, 8 choices and 128 experts, so a tile of 128 rows wastes
             # about one tile in eight. In fp16, whose terms take registers, such a tile spills on sm_80.
-            is_halved = problem.terms > 1 and device.arch == "sm_80"
+            is_halved = terms > 1 and device.arch == "sm_80"
             block_t = (64 if is_halved else 128) if has_room else 32
             return GroupedLowRankConfig(block_t, 64, 4 if block_r <= 32 else 8, stages)
-        if problem.product == "expand":
+        if product == "expand":
             # On sm_90 with rank 16, a thread needs 92 registers with 64 features, and 184 with 128.
             return GroupedLowRankConfig(64 if has_room else 32, 64, 4 if is_small else 8, stages)
-        if problem.product == "sums":
+        if product == "sums":
             block_t, block_n = (64, 128) if is_large_chip else (32, 64)
             return GroupedLowRankConfig(block_t, block_n, 4 if is_small else 8, stages)
         # A program of the activation holds all ranks of B for the features of its tile in registers. Up to rank 16,
@@ -134,7 +127,7 @@ def grouped_project(
     N], or [T, N] if `gathers` is True. w[s] is the weight of the row's choice in `weights` [T, K]. The sorted rows of z
     are also written to `copy` [S, N]. Rows that belong to no expert are not written."""
     experts, r, n = a.shape[-3:]
-    config = GroupedLowRankConfig.choose(GroupedLowRankProblem("project", r, TERMS[z.dtype]), device_of(z))
+    config = GroupedLowRankConfig.choose(("project", r, TERMS[z.dtype]), device_of(z))
     block_r = rank_block(r)
     h = empty_grouped_hidden(z, len(routing.order), r)
     weighted = None if weights is None else torch.empty_like(h)
@@ -164,7 +157,7 @@ def spread_and_project(x: Tensor, a: Tensor, routing: Routing) -> tuple[Tensor, 
 def grouped_expand(h: Tensor, b: Tensor, out: Tensor, routing: Routing) -> None:
     """Add h B to out [S, N], whose rows may have gaps, for the terms of h [S, 2, R] and the factor B [E, R, N]."""
     experts, r, n = b.shape[-3:]
-    config = GroupedLowRankConfig.choose(GroupedLowRankProblem("expand", r, TERMS[out.dtype]), device_of(out))
+    config = GroupedLowRankConfig.choose(("expand", r, TERMS[out.dtype]), device_of(out))
     part_length = config.block_n * EXPAND_BLOCKS
     parts, order = cdiv(n, part_length), TERMS[out.dtype]
     launch(
@@ -191,7 +184,7 @@ def grouped_sums(
     # value in a memory transaction of its own: 38 to 47 us of 85 and 109 us on an H200. A copy takes about 6 us.
     is_scattered = min(out.stride(1), out.stride(2)) > 1 and rank > 1 and n > 1
     sums = torch.empty_like(out, memory_format=torch.contiguous_format) if is_scattered else out
-    config = GroupedLowRankConfig.choose(GroupedLowRankProblem("sums", rank, TERMS[z.dtype]), device_of(z))
+    config = GroupedLowRankConfig.choose(("sums", rank, TERMS[z.dtype]), device_of(z))
     block_r = rank_block(rank)
     launch(
         grouped_sum_kernel, experts * cdiv(n, config.block_n) * cdiv(rank, block_r),

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from tigon.ops.adapters.grouped_low_rank import (
     GroupedLowRankConfig,
-    GroupedLowRankProblem,
     count_terms,
     empty_grouped_hidden,
 )
@@ -200,7 +199,7 @@ class ActivationAdapters(NamedTuple):
 
 def _constants(h: Tensor, adapters: ActivationAdapters, kind: str, ends: Tensor) -> dict[str, Any]:
     up_r, down_r = (0 if factor is None else factor.shape[-2] for factor in (adapters.up_b, adapters.down_a))
-    problem = GroupedLowRankProblem("activation", max(up_r, down_r), TERMS[h.dtype])
+    problem = "activation", max(up_r, down_r), TERMS[h.dtype]
     config = GroupedLowRankConfig.choose(problem, device_of(h))
     up_terms, down_terms = (0 if f is None else count_terms(f) for f in (adapters.up_b, adapters.down_a))
     return {

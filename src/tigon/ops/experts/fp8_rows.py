@@ -15,7 +15,7 @@ from torch import Tensor
 from tigon.ops.experts.choice_order import Routing
 from tigon.ops.fp8.formats import E4M3, Factor, runs_fp8_kernels
 from tigon.ops.fp8.quantisation import Layout, quantise_reference
-from tigon.ops.fp8.quantisation_kernels import Fp8RowConfig, Fp8RowProblem, scaling
+from tigon.ops.fp8.quantisation_kernels import Fp8RowConfig, scaling
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import device_of
 from tigon.runtime.launch import launch
@@ -81,7 +81,7 @@ def quantise_and_spread(x: Tensor, weights: Tensor | None, routing: Routing) -> 
     rows, width, choices = routing.order.shape[0], x.shape[1], routing.slot.shape[1]
     factor = Factor(x.new_empty((rows, width), dtype=E4M3), x.new_empty((rows, 1), dtype=torch.float32))
     x, stride = dense_rows(x)
-    config = Fp8RowConfig.choose(Fp8RowProblem(width), device_of(x))
+    config = Fp8RowConfig.choose((width,), device_of(x))
     launch(
         quantise_spread_kernel, x.shape[0], x, None if weights is None else weights.contiguous(), routing.slot,
         routing.ends, factor.values, factor.scale, stride, width, routing.ends.shape[0],

@@ -24,7 +24,6 @@ from tigon.ops.fp8.formats import MULTIPLE, Factor, pad, runs_fp8_kernels
 from tigon.ops.fp8.quantisation import Copies, Layout, activate, empty_copies, quantise_reference
 from tigon.ops.fp8.quantisation_kernels import (
     Fp8TileConfig,
-    Fp8TileProblem,
     scaling,
     store_transposed,
     tensorwise_factor,
@@ -177,15 +176,14 @@ def quantise_gradients(gate: Tensor, up: Tensor, da: Tensor, kind: str, needs: G
     results, (t, i), device = _empty_gated(gate, needs), gate.shape, device_of(gate)
     maxima = zero_maxima(gate, t, 2 * i, needs.layout.maxima)
     a_maxima = zero_maxima(gate, t, i, needs.layout_of_a.maxima)
-    itemsize = gate.element_size()
-    config = Fp8TileConfig.choose(Fp8TileProblem(itemsize, 3, False), device)
+    config = Fp8TileConfig.choose((3, False), device)
     column_blocks = cdiv(i, config.block_k)
     launch(
         gradient_amax_kernel, cdiv(t, config.block_m) * column_blocks, da, gate, up, *maxima, a_maxima.tensor,
         a_maxima.columns, t, i, column_blocks,
         KIND=kind, BLOCK_M=config.block_m, BLOCK_K=config.block_k, num_warps=config.num_warps,
     )  # fmt: skip
-    config = Fp8TileConfig.choose(Fp8TileProblem(itemsize, 3, True), device)
+    config = Fp8TileConfig.choose((3, True), device)
     column_blocks = cdiv(i, config.block_k)
     programs = cdiv(t, config.block_m) * column_blocks
     is_tensorwise = not needs.is_rowwise

@@ -36,9 +36,7 @@ from torch import Tensor
 from tigon.ops.fp8.formats import E4M3, LARGEST, MULTIPLE, SMALLEST_AMAX, Factor, pad, runs_fp8_kernels
 from tigon.ops.fp8.quantisation_kernels import (
     Fp8RowConfig,
-    Fp8RowProblem,
     Fp8TileConfig,
-    Fp8TileProblem,
     amax_kernel,
     row_kernel,
     write_kernel,
@@ -179,7 +177,7 @@ def _write_rows(part: _MatrixPart, copies: Copies) -> None:
     assert copies.rows is not None
     assert copies.row_scale is not None
     m, k = part.x.shape
-    config = Fp8RowConfig.choose(Fp8RowProblem(k), device_of(part.x))
+    config = Fp8RowConfig.choose((k,), device_of(part.x))
     rows, scale = (x[part.row : part.row + m] for x in (copies.rows, copies.row_scale))
     stride_up = 0 if part.up is None else part.up.stride(0)
     launch(
@@ -203,7 +201,7 @@ def _window(values: Tensor | None, row: int, column: int, m: int, k: int) -> Ten
 
 def _choose_tiles(part: _MatrixPart, writes: bool) -> Fp8TileConfig:
     inputs = 1 if part.up is None else 2
-    return Fp8TileConfig.choose(Fp8TileProblem(part.x.element_size(), inputs, writes), device_of(part.x))
+    return Fp8TileConfig.choose((inputs, writes), device_of(part.x))
 
 
 def _find_maxima(part: _MatrixPart, maxima: Maxima) -> None:

@@ -14,7 +14,6 @@ maxima are known, it is the pass that writes the copies. Shapes: M rows, K colum
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from tigon.ops.mlps.activation_kernels import activation_and_slope
 from tigon.runtime.compat.triton import tl, triton
@@ -28,14 +27,6 @@ _LARGEST = tl.constexpr(448.0)
 _SMALLEST_BITS = tl.constexpr((127 - 100) << 23)
 
 
-class Fp8TileProblem(NamedTuple):
-    """The properties that the tiles of a pass depend on."""
-
-    itemsize: int  # The bytes of an input value
-    inputs: int  # The number of input matrices: 1, 2 for act(gate) * up, 3 for its backward
-    writes: bool  # True for the pass that writes FP8 copies
-
-
 @dataclass(frozen=True)
 class Fp8TileConfig(LaunchConfig):
     """Launch parameters. A program reads a tile of `block_m` rows and `block_k` columns."""
@@ -45,22 +36,18 @@ class Fp8TileConfig(LaunchConfig):
     num_warps: int
 
     @staticmethod
-    def heuristic(problem: Fp8TileProblem, device: Device) -> "Fp8TileConfig":
+    def heuristic(problem: tuple[int, bool], device: Device) -> "Fp8TileConfig":
         """Return tiles whose rows fill lines of 128 bytes. On an H200, both passes over x [8192, 4096] take 0.114 ms by
         tiles of 64 x 128, and 0.138 by 128 x 64; over three inputs [8192, 14336], rowwise, 0.89 ms by 64 x 64, 1.23
-        with 8 warps."""
-        if problem.inputs < 3:
+        with 8 warps. The problem is the number of inputs (1, 2 for act(gate) * up, 3 for its backward), and whether the
+        pass writes FP8 copies."""
+        inputs, writes = problem
+        if inputs < 3:
             return Fp8TileConfig(block_m=64, block_k=128, num_warps=8)
         if device.arch == "sm_90":
             return Fp8TileConfig(64, 64, 4)
         # Larger tiles spill when they are compiled for a B200.
-        return Fp8TileConfig(128, 32, 8) if problem.writes else Fp8TileConfig(16, 64, 4)
-
-
-class Fp8RowProblem(NamedTuple):
-    """The property that the launch parameters of a pass over rows depend on."""
-
-    width: int  # The columns
+        return Fp8TileConfig(128, 32, 8) if writes else Fp8TileConfig(16, 64, 4)
 
 
 @dataclass(frozen=True)
@@ -71,9 +58,9 @@ class Fp8RowConfig(LaunchConfig):
     num_warps: int
 
     @staticmethod
-    def heuristic(problem: Fp8RowProblem, device: Device) -> "Fp8RowConfig":
+    def heuristic(problem: tuple[int], device: Device) -> "Fp8RowConfig":
         """Return a block that holds rows of up to 16384 columns in registers."""
-        block = min(triton.next_power_of_2(problem.width), 16384)
+        block = min(triton.next_power_of_2(problem[0]), 16384)
         return Fp8RowConfig(block=block, num_warps=max(1, min(16, block // 512)))
 
 

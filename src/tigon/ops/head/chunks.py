@@ -33,13 +33,6 @@ from tigon.runtime.tuning import LaunchConfig
 # --- configuration -------------------------------------------------------------------------------
 
 
-class ChunkProblem(NamedTuple):
-    """The properties that the length of a chunk depends on."""
-
-    device_type: str  # "cuda", "cpu" and so on
-    has_teacher: bool = False  # whether the logits of a teacher take a part of the bytes
-
-
 @dataclass(frozen=True)
 class ChunkConfig(LaunchConfig):
     """Parameters of the division of tokens into chunks."""
@@ -57,16 +50,18 @@ class ChunkConfig(LaunchConfig):
     tokens: int | None = None  # tokens of a chunk, whatever the budget is; None derives them from the budget
 
     @staticmethod
-    def heuristic(problem: ChunkProblem, device: Device) -> "ChunkConfig":
+    def heuristic(problem: tuple[str, bool], device: Device) -> "ChunkConfig":
+        """Return the parameters for a type of device, and for a loss with or without the logits of a teacher."""
+        device_type, has_teacher = problem
         # On a GPU a chunk must be so long that its products hide the traffic of W and dW: 640 MiB are 1280 tokens of a
         # vocabulary of 256000. On a CPU it must be so short that it fits in the caches.
         # Beside the logits of a teacher it is about half as long, so fewer chunks may exceed the budget: 8192 tokens of
         # two models with a vocabulary of 128256 take 5 chunks of 802 MiB instead of 7 of 627 MiB. Each chunk reads and
         # writes dW, which takes 0.5 ms on an H200 if H is 4096.
-        is_gpu = problem.device_type == "cuda"
+        is_gpu = device_type == "cuda"
         return ChunkConfig(
             budget_mib=640 if is_gpu else 96, may_exceed_budget=is_gpu, unit_budget_mib=1024 if is_gpu else 96,
-            max_chunks=5 if is_gpu and problem.has_teacher else 8, tile=128,
+            max_chunks=5 if is_gpu and has_teacher else 8, tile=128,
         )  # fmt: skip
 
     def chunk_tokens(self, tokens: int, token_bytes: int, max_logits_mib: float | None, spare_tokens: int) -> int:
@@ -181,7 +176,7 @@ def plan_chunks(
 ) -> ChunkPlan:
     """Divide the computed tokens into chunks whose logits fit into the budget; `token_bytes` are those of one token."""
     x, weight, _, _, rows, count = with_rows(head, settings)
-    config = ChunkConfig.choose(ChunkProblem(device_kind(x), has_teacher), device_of(x))
+    config = ChunkConfig.choose((device_kind(x), has_teacher), device_of(x))
     # An fp32 sum of a half-precision dW takes a buffer of its size. The logits of as many tokens may take it instead.
     may_sum_in_fp32 = settings.needs.dw and not has_dw_buffer and weight.element_size() == 2
     needs_spare = may_sum_in_fp32 and not settings.sums_in_fp32

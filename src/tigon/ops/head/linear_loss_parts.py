@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.head.chunks import ChunkConfig, ChunkPlan, ChunkProblem, Head, HeadSettings, bytes_of_logit
+from tigon.ops.head.chunks import ChunkConfig, ChunkPlan, Head, HeadSettings, bytes_of_logit
 from tigon.ops.head.computed_rows import Rows
 from tigon.runtime.device import device_kind, device_of
 
@@ -98,7 +98,7 @@ def divide_batch(
     x, weight, _, _, rows, count = head
     max_logits_mib = settings.max_logits_mib
     token_bytes = len(weight) * bytes_of_logit(x)
-    config = ChunkConfig.choose(ChunkProblem(device_kind(x)), device_of(x))
+    config = ChunkConfig.choose((device_kind(x), False), device_of(x))
     may_sum_in_fp32 = settings.needs.dw and weight.element_size() == 2
     spare_tokens = x.shape[1] if may_sum_in_fp32 and not settings.sums_in_fp32 else 0
     limit = config.token_limit(count, token_bytes, max_logits_mib, spare_tokens)

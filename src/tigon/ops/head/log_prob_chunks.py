@@ -34,7 +34,6 @@ from torch import Tensor
 from tigon.ops.head.chunks import (
     Chunk,
     ChunkConfig,
-    ChunkProblem,
     Head,
     HeadSettings,
     bytes_of_logit,
@@ -157,7 +156,7 @@ def log_prob_gradients(
     needs, sums_in_fp32, _, ignore_index, shard = settings.head
     vocabulary, h, v = settings.head.vocabulary, x.shape[1], len(weight)
     logit_bytes = bytes_of_logit(x, in_fp32)
-    chunk_config = ChunkConfig.choose(ChunkProblem(device_kind(x)), device_of(x))
+    chunk_config = ChunkConfig.choose((device_kind(x), False), device_of(x))
     # fp32 products copy a slab of the weight to fp32, and return a slab of dW in fp32.
     problem = SlabProblem(h, vocabulary, logit_bytes, 8 * h if in_fp32 else 0, chunk_config.budget_mib)
     config = SlabConfig.choose(problem, device_of(x))

@@ -46,14 +46,6 @@ from tigon.runtime.tuning import LaunchConfig
 # --- configuration -------------------------------------------------------------------------------
 
 
-class DistillationProblem(NamedTuple):
-    """The properties that the launch parameters of `_distillation_kernel` depend on."""
-
-    vocabulary: int
-    itemsize: int  # bytes of a logit of the student
-    is_complex: bool  # whether a soft cap or the cross entropy of labels takes more registers
-
-
 @dataclass(frozen=True)
 class DistillationConfig(LaunchConfig):
     """Launch parameters: a program reads `block_v` logits of each model at a time, each thread `lane` neighbours."""
@@ -64,17 +56,19 @@ class DistillationConfig(LaunchConfig):
     num_warps: int
 
     @staticmethod
-    def heuristic(problem: DistillationProblem, device: Device) -> "DistillationConfig":
+    def heuristic(problem: tuple[int, int, bool], device: Device) -> "DistillationConfig":
+        """Return the parameters for V, the bytes of a logit of the student, and whether options take more registers."""
+        vocabulary, itemsize, is_complex = problem
         # A thread holds 16 logits of each model at a time, as in `ScanConfig`, or 8 if it needs more registers. A long
         # row has 1024 threads, so that a multiprocessor has one or two rows at a time: with one, the rows of all
         # multiprocessors of an H200 take 68 MB (V = 128256), so a part of them is still in its L2 cache (50 MB) in the
         # next pass. With 256 threads there are five rows on a multiprocessor, and every pass reads memory.
-        has_long_rows = problem.vocabulary > 32768 and device.warp_size == 32 and not problem.is_complex
-        has_few_registers = problem.is_complex or problem.itemsize == 4
+        has_long_rows = vocabulary > 32768 and device.warp_size == 32 and not is_complex
+        has_few_registers = is_complex or itemsize == 4
         threads, logits_per_thread = 1024 if has_long_rows else 256, 8 if has_few_registers else 16
-        block_v = min(max(next_power_of_2(problem.vocabulary), 64), threads * logits_per_thread)
+        block_v = min(max(next_power_of_2(vocabulary), 64), threads * logits_per_thread)
         num_warps = max(1, block_v // (logits_per_thread * device.warp_size))
-        return DistillationConfig(block_v, 16 // problem.itemsize, num_warps)
+        return DistillationConfig(block_v, 16 // itemsize, num_warps)
 
 
 # --- kernel --------------------------------------------------------------------------------------
@@ -273,7 +267,7 @@ def distill_rows(
     result = RowLosses(student.new_empty(m, dtype=torch.float32), *map(empty, further))
     student_softcap, teacher_softcap = options.softcap, options.teacher_softcap
     is_complex = has_hard or student_softcap is not None or teacher_softcap is not None
-    config = DistillationConfig.choose(DistillationProblem(v, student.element_size(), is_complex), device)
+    config = DistillationConfig.choose((v, student.element_size(), is_complex), device)
     t = options.temperature
     arguments = in_order(_distillation_kernel)(
         student_ptr=student, teacher_ptr=teacher, gradient_ptr=student if gradient is None else gradient,

@@ -10,7 +10,7 @@ Shapes: M = rows (all leading dimensions), N = features.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,6 @@ def softmax_reference(x: Tensor, dim: int = -1) -> Tensor:
     return torch.softmax(x, dim, dtype=x.dtype)
 
 
-class SoftmaxProblem(NamedTuple):
-    """The property that the launch parameters of `softmax` depend on."""
-
-    features: int  # N
-
-
 # In each pair, the first number is the largest number of features of a row that is read at once, and the second one is
 # the warps, so that a thread has 16 elements of each tensor. With more than 512 threads, a multiprocessor runs one
 # program only, and no phases overlap.
@@ -58,8 +52,9 @@ class SoftmaxConfig(LaunchConfig):
     keeps_y: bool = True
 
     @staticmethod
-    def heuristic(problem: SoftmaxProblem, device: Device) -> "SoftmaxConfig":
-        block_n = max(next_power_of_2(problem.features), 16)
+    def heuristic(problem: tuple[int], device: Device) -> "SoftmaxConfig":
+        """Return the parameters for rows of N features."""
+        block_n = max(next_power_of_2(problem[0]), 16)
         # A tile has about 2048 elements: several short rows, or one long row.
         block_m = max(1, 2048 // block_n)
         num_warps = min(rung(WARPS, block_n), device.max_warps)
@@ -112,7 +107,7 @@ def softmax_forward(x: Tensor) -> Tensor:
     """Return y [..., N] for x [..., N]."""
     y, n = x.new_empty(x.shape), x.shape[-1]
     x, stride_x = dense_rows(x)
-    m, config = x.numel() // n, SoftmaxConfig.choose(SoftmaxProblem(n), device_of(x))
+    m, config = x.numel() // n, SoftmaxConfig.choose((n,), device_of(x))
     launch(
         _forward_kernel, cdiv(m, config.block_m), x, y, stride_x, n, m, n,
         EVEN=n == config.block_n and config.block_m == 1, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
@@ -126,7 +121,7 @@ def softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
     """Return dx [..., N] for dy and y [..., N]."""
     dx, n = y.new_empty(y.shape), y.shape[-1]
     (dy, stride_dy), (y, stride_y) = dense_rows(dy), dense_rows(y)
-    m, config = y.numel() // n, SoftmaxConfig.choose(SoftmaxProblem(n), device_of(y))
+    m, config = y.numel() // n, SoftmaxConfig.choose((n,), device_of(y))
     launch(
         _backward_kernel, cdiv(m, config.block_m), dy, y, dx, stride_dy, stride_y, n, m, n,
         EVEN=n == config.block_n and config.block_m == 1, KEEPS_Y=config.keeps_y,

@@ -20,13 +20,6 @@ from tigon.runtime.tuning import LaunchConfig, rung
 MAX_GROUP_SIZE = 8192
 
 
-class GatedNormProblem(NamedTuple):
-    """The sizes that the launch parameters of a gated norm depend on."""
-
-    group_size: int  # The number of features that are normalised together, G.
-    itemsize: int  # Bytes of an element of x
-
-
 # The first number is the largest size of a group of a rung. The others are the elements of a tile and the warps of the
 # forward, the same of the backward, and the programs of the backward per multiprocessor. Measured on an H200 in bf16.
 LADDER = (
@@ -54,12 +47,14 @@ class GatedNormConfig(LaunchConfig):
     keeps_w: bool  # True if w stays in registers during the backward's loop. Otherwise it is loaded for every tile.
 
     @staticmethod
-    def heuristic(problem: GatedNormProblem, device: Device) -> "GatedNormConfig":
-        """Return the parameters for groups of up to `MAX_GROUP_SIZE` features."""
-        block_n = next_power_of_2(problem.group_size)
+    def heuristic(problem: tuple[int, int], device: Device) -> "GatedNormConfig":
+        """Return the parameters for groups of up to `MAX_GROUP_SIZE` features. The problem is the size of a group, and
+        the bytes of an element of x."""
+        group_size, itemsize = problem
+        block_n = next_power_of_2(group_size)
         elements, num_warps, backward_elements, backward_warps, programs = rung(LADDER, block_n)
         # The pipeline holds tiles of dy, x and the gate for each stage but the last.
-        pipeline_bytes = programs * 2 * 3 * backward_elements * problem.itemsize
+        pipeline_bytes = programs * 2 * 3 * backward_elements * itemsize
         return GatedNormConfig(
             block_n=block_n, block_m=min(16, elements // block_n), num_warps=min(num_warps, device.max_warps),
             backward_block_m=min(16, backward_elements // block_n),
@@ -224,7 +219,7 @@ def gated_norm_forward(
     group_size, eps, offset, is_silu, gate_first, round_first = options
     y, rstd = _empty_forward(x, weight, options)
     m, groups = rstd.shape
-    config = GatedNormConfig.choose(GatedNormProblem(group_size, x.element_size()), device_of(x))
+    config = GatedNormConfig.choose((group_size, x.element_size()), device_of(x))
     x, stride_x = dense_rows(x)
     gate, stride_gate = dense_rows(gate)
     launch(
@@ -260,7 +255,7 @@ def gated_norm_backward(
     dx, dgate, dw = _empty_backward(x, gate, weight, needs)
     m, groups = rstd.shape
     n = x.shape[-1]
-    config = GatedNormConfig.choose(GatedNormProblem(n // groups, x.element_size()), device_of(x))
+    config = GatedNormConfig.choose((n // groups, x.element_size()), device_of(x))
     dy, stride_dy = dense_rows(dy)
     x, stride_x = dense_rows(x)
     gate, stride_gate = dense_rows(gate)

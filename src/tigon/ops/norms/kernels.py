@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.norms.norm_config import NormConfig, NormProblem
+from tigon.ops.norms.norm_config import NormConfig
 from tigon.ops.norms.row_sums import sum_rows
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import cdiv, device_of
@@ -198,7 +198,7 @@ def _run_forward(
 ) -> None:  # fmt: skip
     """Write y, x + residual and the statistics. With `reads_rstd`, the statistics are an input instead of a result."""
     n, statistics = x.shape[-1], results[2]
-    config = NormConfig.choose(NormProblem(n, x.element_size()), device_of(x))
+    config = NormConfig.choose((n, x.element_size(), 2, 1), device_of(x))
     x, stride_x = dense_rows(x)
     residual, stride_residual = (None, 0) if residual is None else dense_rows(residual)
     weight, bias = weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous()
@@ -270,7 +270,7 @@ def norm_backward(
     # The second row of the statistics holds the means.
     centred = statistics.shape[0] == 2
     loads, sums = 2 if dtotal is None else 3, (dw is not None) + (db is not None)
-    config = NormConfig.choose(NormProblem(n, z.element_size(), loads, sums), device)
+    config = NormConfig.choose((n, z.element_size(), loads, sums), device)
     dy, stride_dy = dense_rows(dy)
     z, stride_z = dense_rows(z)
     dtotal, stride_dtotal = (None, 0) if dtotal is None else dense_rows(dtotal)
@@ -283,7 +283,7 @@ def norm_backward(
     if sums:
         blocks = 1
         if is_split or dz is None:
-            config = NormConfig.choose(NormProblem(min(n, config.columns), z.element_size(), 2, sums), device)
+            config = NormConfig.choose((min(n, config.columns), z.element_size(), 2, sums), device)
             blocks = cdiv(n, config.block_n)
         programs = config.count_programs(m, blocks)
         dw_parts = None if dw is None else z.new_empty((programs, n), dtype=torch.float32)

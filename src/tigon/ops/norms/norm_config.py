@@ -1,7 +1,6 @@
 """The launch parameters of the norms over the last dimension. The kernels are in `kernels.py`."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from tigon.runtime.device import Device, next_power_of_2
 from tigon.runtime.tuning import LaunchConfig, rung
@@ -10,15 +9,6 @@ from tigon.runtime.tuning import LaunchConfig, rung
 MAX_FEATURES = 32768
 # The bytes that the registers of one workgroup hold at most.
 REGISTER_BYTES = 2**18
-
-
-class NormProblem(NamedTuple):
-    """The sizes that the launch parameters of a norm depend on."""
-
-    features: int  # The number of features, N
-    itemsize: int  # Bytes of an element of z
-    loads: int = 2  # The number of tensors [M, N] that the backward reads: dy, z and perhaps dtotal.
-    sums: int = 1  # The number of sums over rows that the backward computes, among dw and db
 
 
 # The first number is the largest number of features of a rung. The others are the warps of the forward, the warps of
@@ -53,8 +43,9 @@ class NormConfig(LaunchConfig):
     columns: int = 4096  # Columns of a block of the second launch
 
     @staticmethod
-    def heuristic(problem: NormProblem, device: Device) -> "NormConfig":
-        """Return the parameters for rows of up to `MAX_FEATURES` features."""
+    def heuristic(problem: tuple[int, int, int, int], device: Device) -> "NormConfig":
+        """Return the parameters for rows of up to `MAX_FEATURES` features. The problem is N, the bytes of an element of
+        z, and how many tensors [M, N] the backward reads (dy, z, perhaps dtotal) and sums over rows."""
         n, itemsize, loads, sums = problem
         block_n = next_power_of_2(n)
         num_warps, backward_warps, programs = rung(LADDER, block_n)

@@ -57,14 +57,6 @@ def symmetric_product_reference(a: Tensor, b: Tensor, epilogue: Epilogue) -> tup
     return c.to(epilogue.dtype), q.to(epilogue.diagonal_dtype)
 
 
-class SymmetricProblem(NamedTuple):
-    """The properties that the launch parameters depend on."""
-
-    m: int  # Rows of the result
-    k: int  # Terms of each sum
-    is_aligned: bool  # True if the TMA can copy tiles of both factors.
-
-
 @dataclass(frozen=True)
 class SymmetricConfig(LaunchConfig):
     """Launch parameters: a program computes tiles of `block_m` x `block_n`, and adds `block_k` terms at a time."""
@@ -79,16 +71,17 @@ class SymmetricConfig(LaunchConfig):
     uses_tma: bool  # True if the tensor memory accelerator copies tiles, where strides and addresses allow it
 
     @staticmethod
-    def heuristic(problem: SymmetricProblem, device: Device) -> "SymmetricConfig":
+    def heuristic(problem: tuple[int, int, bool], device: Device) -> "SymmetricConfig":
         """Return untuned tiles: those of `grouped_low_rank_product` for Hopper, smaller ones for chips with less
-        memory."""
+        memory. The problem is M, K, and whether the TMA can copy tiles of both factors."""
+        m, k, is_aligned = problem
         if not device.arch:
             return SymmetricConfig(32, 32, 32, 4, 2, 1, 8, False)
-        is_even = problem.m % 128 == 0 and problem.k % 64 == 0
+        is_even = m % 128 == 0 and k % 64 == 0
         has_tma = device.async_copy and int(device.arch[3:]) >= 90 and device.shared_memory >= 200 * 1024
-        if has_tma and TensorDescriptor is not None and problem.is_aligned and problem.m % 16 == 0:
+        if has_tma and TensorDescriptor is not None and is_aligned and m % 16 == 0:
             # A tile of 128 x 256 at an edge would need more registers than there are.
-            block_n = 256 if problem.m >= 2048 and problem.m % 256 == 0 else 128
+            block_n = 256 if m >= 2048 and m % 256 == 0 else 128
             return SymmetricConfig(128, block_n, 64, 8, 3, 1, 8, True)
         if not is_even:
             # Each element has its own mask, which needs registers.
@@ -243,7 +236,7 @@ def symmetric_product(a: Tensor, b: Tensor, epilogue: Epilogue) -> tuple[Tensor,
         return symmetric_product_reference(a, b, epilogue)
     batch, m, k = a.shape
     is_aligned = _is_aligned(a) and _is_aligned(b)
-    config = SymmetricConfig.choose(SymmetricProblem(m, k, is_aligned), device_of(a))
+    config = SymmetricConfig.choose((m, k, is_aligned), device_of(a))
     c = torch.empty(batch, m, m, dtype=epilogue.dtype, device=a.device)
     q = None if epilogue.diagonal is None else torch.empty_like(c, dtype=epilogue.diagonal_dtype)
     tiles = _tiles(m, config.block_m, config.block_n, config.group, a.device)

@@ -35,7 +35,7 @@ from tigon.ops.rotary.heads import (
     store_heads,
     table_strides,
 )
-from tigon.ops.rotary.qk_norm_rope_config import QKNormRopeConfig, QKNormRopeProblem, heads_of_tile
+from tigon.ops.rotary.qk_norm_rope_config import QKNormRopeConfig, heads_of_tile
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import cdiv, device_of, next_power_of_2
 from tigon.runtime.launch import Plan, launcher
@@ -229,7 +229,7 @@ def _backward_kernel(
 def _choose_config(q: Tensor, k: Tensor | None, options: HeadOptions) -> QKNormRopeConfig:
     """Return the launch parameters of heads that are normalised."""
     count = max(q.shape[options.heads], 0 if k is None else k.shape[options.heads])
-    problem = QKNormRopeProblem(count, q.shape[3], options.together, q.element_size())
+    problem = count, q.shape[3], options.together, q.element_size()
     return QKNormRopeConfig.choose(problem, device_of(q))
 
 

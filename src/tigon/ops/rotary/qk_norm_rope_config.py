@@ -1,7 +1,6 @@
 """The launch parameters of `qk_norm_rope`. The kernels are in `kernels.py`."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from tigon.runtime.device import Device, next_power_of_2
 from tigon.runtime.tuning import LaunchConfig, rung
@@ -16,15 +15,6 @@ def heads_of_tile(heads: int, head_size: int) -> int:
     heads of 128 features in one tile take 2 % longer than 8 (H200), and more registers."""
     heads, head_size = next_power_of_2(heads), next_power_of_2(head_size)
     return max(1, min(heads, 1024 // head_size))
-
-
-class QKNormRopeProblem(NamedTuple):
-    """The sizes that the launch parameters of `qk_norm_rope` depend on."""
-
-    heads: int  # The number of heads of q or of k, whichever is larger.
-    head_size: int  # The number of features of a head, D
-    together: bool  # True if a tile holds all heads, because they are normalised together.
-    itemsize: int  # Bytes of an element of q
 
 
 # Features of a tile of several heads. Measured with 4 x 4096 tokens, 32 + 8 heads of 128, bf16, on an H200. Forward:
@@ -54,14 +44,16 @@ class QKNormRopeConfig(LaunchConfig):
     keeps_w: bool
 
     @staticmethod
-    def heuristic(problem: QKNormRopeProblem, device: Device) -> "QKNormRopeConfig":
-        """Return tiles of several heads, or of all heads if they are normalised together."""
-        heads, size = next_power_of_2(problem.heads), next_power_of_2(problem.head_size)
-        heads_of_tile = lambda features: heads if problem.together else max(1, min(heads, features // size))
+    def heuristic(problem: tuple[int, int, bool, int], device: Device) -> "QKNormRopeConfig":
+        """Return tiles of several heads, or of all heads if they are normalised together. The problem is the larger
+        number of heads of q and k, D, whether a tile holds all heads, and the bytes of an element of q."""
+        heads, size, together, itemsize = problem
+        heads, size = next_power_of_2(heads), next_power_of_2(size)
+        heads_of_tile = lambda features: heads if together else max(1, min(heads, features // size))
         block_h, backward_block_h = heads_of_tile(FORWARD_TILE), heads_of_tile(BACKWARD_TILE)
         tile = backward_block_h * size
         # The pipeline holds a tile of dy and one of x for each of its three stages but the last.
-        pipeline_bytes = 2 * 2 * tile * problem.itemsize
+        pipeline_bytes = 2 * 2 * tile * itemsize
         return QKNormRopeConfig(
             block_h=block_h, num_warps=min(rung(WARPS, block_h * size), device.max_warps),
             backward_block_h=backward_block_h, backward_warps=min(rung(WARPS, tile), device.max_warps),

@@ -36,7 +36,6 @@ from tigon.ops.logits.token.scan import (
     LOG2E,
     LOWEST,
     ScanConfig,
-    ScanProblem,
     columns,
     constants,
     scan,
@@ -318,7 +317,7 @@ def statistics(
             gradient(logits, target, weight, scales, result, WHOLE_LOSS, options, out=logits)
         return result
     (m, v), result = logits.shape, empty_statistics(logits, options, wants)
-    config = ScanConfig.choose(ScanProblem(v, logits.element_size()), device_of(logits))
+    config = ScanConfig.choose((v, logits.element_size()), device_of(logits))
     unless_empty = lambda x: x if x.numel() else None
     arguments = in_order(_loss_kernel)(
         logits_ptr=logits, target_ptr=target, weight_ptr=weight, scales_ptr=scales,
@@ -356,7 +355,7 @@ def gradient(
             logits, target, weight, scales, saved, upstream, options,
             out=out, shard=shard or Shard(0, v), extra_targets=extra_targets,
         )  # fmt: skip
-    config = ScanConfig.choose(ScanProblem(v, logits.element_size()), device_of(logits))
+    config = ScanConfig.choose((v, logits.element_size()), device_of(logits))
     blocks, dloss = cdiv(v, config.block_v), upstream.loss
     k = 0 if upstream.extra_log_probs is None else upstream.extra_log_probs.shape[1]
     dense = lambda x: None if x is None else x.contiguous()

@@ -9,7 +9,6 @@ Shapes: V vocabulary, or the columns of a shard.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from tigon.ops.logits.token import reference
 from tigon.ops.logits.token.types import Options
@@ -22,13 +21,6 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(reference.LOWEST)
 
 
-class ScanProblem(NamedTuple):
-    """The sizes that the launch parameters of a pass over logits depend on."""
-
-    vocabulary: int  # columns of the logits, which are those of one shard if the vocabulary is sharded
-    itemsize: int  # bytes of a logit
-
-
 @dataclass(frozen=True)
 class ScanConfig(LaunchConfig):
     """Launch parameters: a program reads `block_v` logits at a time, and each thread reads `lane` neighbours."""
@@ -39,12 +31,14 @@ class ScanConfig(LaunchConfig):
     num_warps: int
 
     @staticmethod
-    def heuristic(problem: ScanProblem, device: Device) -> "ScanConfig":
+    def heuristic(problem: tuple[int, int], device: Device) -> "ScanConfig":
+        """Return the parameters for the columns of the logits on this rank, and the bytes of a logit."""
+        vocabulary, itemsize = problem
         # 8192 x 128256 on an H200: 0.485 ms to read, 0.991 ms to read and write, at 4.33 and 4.24 TB/s. Blocks of 4096
         # are as fast, but lack registers when every option is on; blocks of 8192 take 5 % longer.
-        block_v = min(max(next_power_of_2(problem.vocabulary), 64), 2048)
+        block_v = min(max(next_power_of_2(vocabulary), 64), 2048)
         num_warps = max(1, min(block_v // 512, 128 // device.warp_size))
-        return ScanConfig(block_v, 16 // problem.itemsize, num_warps)
+        return ScanConfig(block_v, 16 // itemsize, num_warps)
 
 
 def constants(options: Options, config: ScanConfig) -> dict[str, bool | int]:
