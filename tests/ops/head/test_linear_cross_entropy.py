@@ -6,7 +6,7 @@ import tigon
 from benchmarks.workloads import WORKLOADS
 from dispatch_modes import PeakMemory, Products
 from op_cases import DEVICE, INTERPRETED, assert_as_accurate_as_eager, one_in
-from tigon.ops.head import weight_gradient
+from tigon.ops.head import gradients as weight_gradient
 from tigon.ops.head.chunks import ChunkConfig
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
 from tigon.runtime.device import EMULATED

@@ -6,8 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
 from op_cases import DEVICE
-from tigon.ops.head import weight_gradient
-from tigon.ops.head.weight_gradient import WeightGradient
+from tigon.ops.head import gradients as weight_gradient
+from tigon.ops.head.gradients import WeightGradient
 
 pytestmark = pytest.mark.no_interpreter("torch computes all products of CPU tensors.")
 

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.head.computed_rows import Rows, rows_to_compute, select, without_ignored, write_rows
-from tigon.ops.head.gradients import NO_LOW_RANK, Addition, Gradients, GradientSums, LowRank, Needs
-from tigon.ops.head.weight_gradient import product_in_fp32
+from tigon.ops.head.gradients import NO_LOW_RANK, Addition, Gradients, GradientSums, LowRank, Needs, product_in_fp32
 from tigon.ops.logits.token.types import Shard
 from tigon.ops.logits.valid_rows import ValidRows
 from tigon.ops.logits.vocab_parallel import largest_shard

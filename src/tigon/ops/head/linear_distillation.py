@@ -36,13 +36,15 @@ from tigon.ops.head.arguments import (
     needed_gradients,
 )
 from tigon.ops.head.chunks import Head, HeadSettings, head_of
-from tigon.ops.head.distillation_arguments import (
+from tigon.ops.head.distillation_chunks import (
     DistillationReduction,
+    DistillationSettings,
     Divergence,
+    Teacher,
     check_teacher,
     checked_options,
+    distillation_chunks,
 )
-from tigon.ops.head.distillation_chunks import DistillationSettings, Teacher, distillation_chunks
 from tigon.ops.head.gradients import NO_NEEDS, Needs, rescale_gradients
 from tigon.ops.logits.divergence_reference import (
     DistillationOptions,

@@ -37,14 +37,15 @@ from tigon.ops.head.chunks import HeadSettings, head_of
 from tigon.ops.head.gradients import Needs
 from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs, linear_log_probs_reference
 from tigon.ops.head.linear_loss_gradients import (
+    Group,
     LinearLoss,
     LossFunction,
     LossProblem,
     call_on_batch,
     compute_loss,
+    divide_batch,
     loss_of,
 )
-from tigon.ops.head.linear_loss_parts import Group, divide_batch
 from tigon.ops.logits.token.types import Shard
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
 from tigon.runtime import checks

@@ -43,8 +43,7 @@ from tigon.ops.head.chunks import (
     with_rows,
 )
 from tigon.ops.head.computed_rows import select, select_each, select_some, without_ignored, write_rows
-from tigon.ops.head.gradients import NO_NEEDS, Gradients, empty_gradients
-from tigon.ops.head.weight_gradient import WeightGradient, product_in_fp32
+from tigon.ops.head.gradients import NO_NEEDS, Gradients, WeightGradient, empty_gradients, product_in_fp32
 from tigon.ops.logits.token.kernels import (
     Options,
     SavedStatistics,
