@@ -11,8 +11,7 @@ from gpu.steps import capture, no_waits
 from tigon.ops.experts.arguments import ExpertParameters
 from tigon.ops.experts.choice_order import route
 from tigon.ops.experts.fp8_rows import quantise_and_spread, quantise_and_spread_reference
-from tigon.ops.experts.moe_mlp import moe_mlp_in_fp8, moe_mlp_reference
-from tigon.ops.fp8 import products as products_module
+from tigon.ops.experts.moe_mlp import moe_mlp_in_fp8
 from tigon.ops.fp8.formats import Factor, has_units
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.fp8.fp8_linear import fp8_linear_reference, fp8_projections
@@ -216,76 +215,27 @@ def test_kernels_write_the_bytes_of_the_reference_of_tokens(hidden, is_weighted)
     assert torch.equal(actual.scale[:present], expected.scale[:present])
 
 
-def _gpt_oss_gate(h: Tensor) -> Tensor:
-    gate, up = h[..., ::2].clamp(max=7.0), h[..., 1::2].clamp(-7.0, 7.0)
-    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+ACTIVATIONS = {"silu": "silu", "no gate": "relu2", "a function": lambda h: h[..., ::2] * h[..., 1::2].sigmoid()}
 
 
-ACTIVATIONS = {"silu": "silu", "no gate": "relu2", "a function": _gpt_oss_gate}
-
-
-def _experts(activation: str | Callable, transposed: bool, tokens: int = 2048) -> tuple[Callable, list[Tensor]]:
-    """Return a call of experts in FP8, which takes a cache, and its leaves."""
-    hidden, inner, experts = 512, 768, 8
-    width = inner if activation == "relu2" else 2 * inner
+@pytest.mark.usefixtures("_needs_grouped_units")
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_experts_never_wait_and_a_replayed_graph_reads_the_weights_that_it_finds(activation):
+    tokens, hidden, inner, experts, cache = 2048, 512, 768, 8, WeightCache()
     index, weights = _routed(tokens, 2, experts)
-    up, down = _randn(experts, width, hidden, scale=0.05), _randn(experts, hidden, inner, scale=0.05)
-    if transposed:
-        up, down = up.mT.contiguous(), down.mT.contiguous()
-    leaves = [_leaf(tokens, hidden), up.requires_grad_(), down.requires_grad_(), weights]
-    options = {"activation": activation, "transposed": transposed}
+    up = _leaf(experts, hidden, inner if activation == "relu2" else 2 * inner, scale=0.05)
+    leaves = [_leaf(tokens, hidden), up, _leaf(experts, inner, hidden, scale=0.05), weights]
 
-    def run(function: Callable, cache: WeightCache | None = None) -> Tensor:
+    def step(cache: WeightCache | None = None) -> list[Tensor]:
         x, up, down, weights = leaves
-        if function is moe_mlp_in_fp8:
-            return function(x, ExpertParameters(up, down, None, None), index, weights, cache=cache, **options)
-        return function(x, up, down, index, weights, **options)
-
-    return run, leaves
-
-
-@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
-@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
-def test_experts_are_as_accurate_as_the_emulation(activation, transposed, monkeypatch):
-    run, leaves = _experts(activation, transposed)
-    dy = _randn(*leaves[0].shape)
-    results = {}
-    for name, function in {"units": moe_mlp_in_fp8, "emulation": moe_mlp_in_fp8, "bf16": moe_mlp_reference}.items():
-        if name == "emulation":
-            monkeypatch.setattr(products_module, "has_grouped_units", lambda x: False)
-        y = run(function)
-        results[name] = [y, *torch.autograd.grad(y, leaves, dy)]
-    for ours, emulated, exact in zip(*results.values(), strict=True):
-        assert ours.isfinite().all()
-        # Values between two FP8 numbers may be rounded to either of them after a product in another order.
-        assert _relative_error(ours, emulated) < 0.03
-        assert _relative_error(ours, exact) < 1.1 * _relative_error(emulated, exact) + 0.01 < 0.15
-
-
-@pytest.mark.usefixtures("_needs_grouped_units")
-@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
-def test_experts_never_wait_for_the_device(activation):
-    run, leaves = _experts(activation, True)
-    caches = WeightCache(), None
-
-    def step() -> None:
-        for cache in caches:
-            torch.autograd.grad(run(moe_mlp_in_fp8, cache).sum(), leaves)
-
-    # The first run compiles kernels and allocates workspaces.
-    step()
-    with no_waits():
-        step()
-
-
-@pytest.mark.usefixtures("_needs_grouped_units")
-def test_a_replayed_graph_of_experts_reads_the_weights_that_it_finds():
-    run, leaves = _experts("silu", False)
-
-    def step() -> list[Tensor]:
-        y = run(moe_mlp_in_fp8)
+        parameters, options = ExpertParameters(up, down, None, None), {"activation": activation, "transposed": True}
+        y = moe_mlp_in_fp8(x, parameters, index, weights, cache=cache, **options)
         return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
 
+    # The first run compiles kernels and allocates workspaces.
+    step(cache), step()
+    with no_waits():
+        step(cache), step()
     captured = _replay_with_other_values(step, leaves[:3])
     for a, b in zip(captured, step(), strict=True):
         assert _relative_error(a, b) < 0.01
