@@ -4,8 +4,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -66,32 +64,6 @@ def test_only_hooks_of_deepspeed_are_its_own():
 def test_each_prefix_names_a_package_of_the_installed_engine(prefix):
     pytest.importorskip(prefix.partition(".")[0])
     assert importlib.util.find_spec(prefix) is not None
-
-
-# FSDP2 leaves a class of sharded modules in its process, for which `keeps_versions` answers False from then on.
-FSDP_PROGRAM = """
-import sys
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from tigon.runtime.engines import keeps_values, keeps_versions, may_run_twice
-
-dist.init_process_group("gloo", rank=0, world_size=1, init_method="file://" + sys.argv[1])
-assert keeps_versions(nn.Linear(4, 4).weight)
-layer = fully_shard(nn.Linear(4, 4), mesh=dist.init_device_mesh("cpu", (1,)))
-hooks = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
-assert hooks
-assert all(keeps_values(hook) and may_run_twice(hook) for hook in hooks)
-assert not keeps_versions(nn.Linear(4, 4).weight)
-dist.destroy_process_group()
-"""
-
-
-def test_the_hooks_of_fsdp_are_recognised(tmp_path):
-    pytest.importorskip("torch.distributed.fsdp")
-    command = [sys.executable, "-c", FSDP_PROGRAM, str(tmp_path / "store")]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
 
 
 def test_the_hook_of_neftune_is_known_to_change_values():

@@ -42,7 +42,7 @@ def _dequantise_reference(weight: FourBitWeight) -> torch.Tensor:
 @pytest.mark.parametrize("is_nested", [False, True], ids=["scales in fp32", "double quantisation"])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize(("dtype", "block"), [(torch.bfloat16, 64), (torch.float16, 4096), (torch.float32, 128)])
-@pytest.mark.sampled(in_interpreter=5)
+@pytest.mark.sampled(in_interpreter=13)
 def test_values_are_those_of_bitsandbytes(shape, is_nested, quant_type, dtype, block):
     from bitsandbytes.functional import dequantize_4bit
 

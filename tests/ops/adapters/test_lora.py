@@ -41,6 +41,13 @@ def _adapter(inputs: int, outputs: int, rank: int, dtype: torch.dtype, seed: int
     return Adapter(a, b, 0.7, **fields)
 
 
+def _layer(tokens: int, inputs: int, outputs: int, rank: int) -> tuple[Tensor, Tensor, Adapter]:
+    """Return x, a frozen weight and an adapter in fp32."""
+    x = _leaf(tokens, inputs, dtype=torch.bfloat16, seed=1)
+    weight = _leaf(outputs, inputs, dtype=torch.bfloat16, seed=2, trains=False)
+    return x, weight, _adapter(inputs, outputs, rank, torch.float32, 3)
+
+
 def _check(x: Tensor, projections: list[Projection]) -> None:
     """Compare outputs and gradients with eager code and with exact values."""
     assert takes_adapters(x, projections)
@@ -142,9 +149,7 @@ def test_layers_of_one_rank_share_launches(biases, factors, launches, monkeypatc
 
 @pytest.mark.parametrize("name", ["weight", "a", "b"])
 def test_a_leaf_that_changes_before_backward_is_refused(name):
-    x = _leaf(5, 24, dtype=torch.bfloat16, seed=1)
-    weight = _leaf(8, 24, dtype=torch.bfloat16, seed=2, trains=False)
-    adapter = _adapter(24, 8, 2, torch.float32, 3)
+    x, weight, adapter = _layer(5, 24, 8, 2)
     y = tigon.lora_linear(x, weight, adapter.a, adapter.b)
     with torch.no_grad():
         {"weight": weight, "a": adapter.a, "b": adapter.b}[name].mul_(2.0)
@@ -153,9 +158,7 @@ def test_a_leaf_that_changes_before_backward_is_refused(name):
 
 
 def test_tensors_that_are_no_leaves_are_saved_by_autograd():
-    x = _leaf(5, 24, dtype=torch.bfloat16, seed=1)
-    weight = _leaf(8, 24, dtype=torch.bfloat16, seed=2, trains=False)
-    adapter = _adapter(24, 8, 2, torch.float32, 3)
+    x, weight, adapter = _layer(5, 24, 8, 2)
     saved: list[Tensor] = []
     gradients = []
     for factor in (None, 1.0):
@@ -168,9 +171,8 @@ def test_tensors_that_are_no_leaves_are_saved_by_autograd():
 
 
 def test_an_output_that_is_not_used_gets_no_gradient():
-    x = _leaf(5, 24, dtype=torch.bfloat16, seed=1)
-    weight = _leaf(8, 24, dtype=torch.bfloat16, seed=2, trains=False)
-    used, unused = (_adapter(24, 8, 2, torch.float32, seed) for seed in (3, 5))
+    x, weight, used = _layer(5, 24, 8, 2)
+    unused = _adapter(24, 8, 2, torch.float32, 5)
     y, _ = lora_linears(x, [Projection(weight, None, (used,)), Projection(weight, None, (unused,))])
     y.sum().backward()
     assert used.a.grad is not None
@@ -180,11 +182,9 @@ def test_an_output_that_is_not_used_gets_no_gradient():
 
 
 def test_lora_linear_accepts_strided_inputs_and_expanded_gradients():
-    x = _leaf(24, 6, dtype=torch.bfloat16, seed=1).detach()
-    weight = _leaf(16, 24, dtype=torch.bfloat16, seed=2, trains=False)
-    adapter = _adapter(24, 16, 4, torch.float32, 3)
+    x, weight, adapter = _layer(6, 24, 16, 4)
     results = []
-    for rows in (x.t(), x.t().contiguous()):
+    for rows in (x.detach().t().contiguous().t(), x.detach()):
         rows = rows.requires_grad_()
         y = tigon.lora_linear(rows, weight, adapter.a, adapter.b, 0.5)
         results.append((y, *torch.autograd.grad(y.sum(), (rows, adapter.a, adapter.b))))
@@ -193,9 +193,7 @@ def test_lora_linear_accepts_strided_inputs_and_expanded_gradients():
 
 def test_frozen_weights_cost_no_product():
     """A linear layer with an adapter costs two large products when only the input and the adapter need gradients."""
-    x = _leaf(32, 64, dtype=torch.bfloat16, seed=1)
-    weight = _leaf(48, 64, dtype=torch.bfloat16, seed=2, trains=False)
-    adapter = _adapter(64, 48, 4, torch.float32, 3)
+    x, weight, adapter = _layer(32, 64, 48, 4)
     with FlopCounterMode(display=False) as counter:
         tigon.lora_linear(x, weight, adapter.a, adapter.b).sum().backward()
     # Triton kernels compute the low-rank products, and the counter sees torch's products only.
@@ -204,9 +202,7 @@ def test_frozen_weights_cost_no_product():
 
 @pytest.mark.parametrize("name", ["a", "b", "x"])
 def test_only_the_needed_gradients_are_computed(name):
-    x = _leaf(7, 24, dtype=torch.bfloat16, seed=1)
-    weight = _leaf(16, 24, dtype=torch.bfloat16, seed=2, trains=False)
-    adapter = _adapter(24, 16, 4, torch.float32, 3)
+    x, weight, adapter = _layer(7, 24, 16, 4)
     leaves = {"x": x, "a": adapter.a, "b": adapter.b}
     expected = torch.autograd.grad(tigon.lora_linear(x, weight, adapter.a, adapter.b).sum(), list(leaves.values()))
     for other, leaf in leaves.items():
@@ -222,9 +218,8 @@ def test_only_the_needed_gradients_are_computed(name):
 def test_dropout_applies_the_mask_of_its_seed():
     """The node draws a seed. With the mask of this seed, eager code gives the same values and gradients."""
     p, tokens, inputs = 0.3, 33, 52
-    x = _leaf(tokens, inputs, dtype=torch.bfloat16, seed=1)
-    weight = _leaf(20, inputs, dtype=torch.bfloat16, seed=2, trains=False)
-    adapter = _adapter(inputs, 20, 4, torch.float32, 3)._replace(dropout=p)
+    x, weight, adapter = _layer(tokens, inputs, 20, 4)
+    adapter = adapter._replace(dropout=p)
     projection = Projection(weight, None, (adapter,))
     torch.manual_seed(5)
     call = plan_node(x, [projection])
@@ -334,7 +329,6 @@ def test_bad_input_is_refused(change, error, message):
         tigon.lora_linear(**arguments | change)
 
 
-@pytest.mark.kernels
 @pytest.mark.parametrize("name", ["bias", "lora_bias"])
 def test_a_bias_may_have_any_stride(name):
     generator = torch.Generator().manual_seed(0)
@@ -345,7 +339,6 @@ def test_a_bias_may_have_any_stride(name):
         assert torch.equal(tigon.lora_linear(x, weight, a, b, 0.5, **{name: bias}), dense)
 
 
-@pytest.mark.kernels
 def test_more_than_2_to_the_31_elements_of_h():
     """The terms of h are so far apart that the offset of the third one takes 64 bits.
 
@@ -380,7 +373,6 @@ def _factor_of_large_strides(*shape: int, dim: int) -> Tensor:
     return memory.as_strided(shape, strides).copy_(torch.randn(shape))
 
 
-@pytest.mark.kernels
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 def test_factors_with_strides_of_more_than_2_to_the_30(dim):
     """The offset of the third row or column takes 64 bits, in all kernels that read a factor by its strides."""

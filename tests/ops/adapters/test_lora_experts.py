@@ -77,12 +77,7 @@ def _check(inputs: dict[str, Tensor], **options) -> None:
     assert_as_accurate_as_eager(call(tigon.lora_moe_mlp), call(lora_moe_mlp_reference), list(inputs.values()))
 
 
-DTYPE_PAIRS = {
-    "bf16-fp32": (BF16, FP32),
-    "bf16": (BF16, BF16),
-    "fp16-fp32": (FP16, FP32),
-    "fp32": (FP32, FP32),
-}
+DTYPE_PAIRS = {"bf16-fp32": (BF16, FP32), "bf16": (BF16, BF16), "fp16-fp32": (FP16, FP32), "fp32": (FP32, FP32)}
 LAYOUTS = {
     "plain": {},
     "transposed, gelu_tanh": {"transposed": True, "activation": "gelu_tanh"},
@@ -103,7 +98,7 @@ SIZES = {
     "one": ((1, 8, 2, 8, 1), 1, BF16),
     "odd": ((37, 43, 5, 29, 2), 3, BF16),
     "odd, fp16": ((37, 43, 5, 29, 2), 3, FP16),
-    "several tiles": ((140, 150, 2, 72, 1), 16, BF16),
+    "several tiles": pytest.param((140, 150, 2, 72, 1), 16, BF16, marks=pytest.mark.thorough_in_interpreter),
     "rank 20": ((40, 24, 4, 16, 2), 20, FP16),
     "a large rank": ((40, 24, 4, 16, 2), 70, BF16),
 }
@@ -128,7 +123,7 @@ def test_small_tiles(fused_rank, monkeypatch):
 
 
 @pytest.mark.kernels
-@one_in(3, transposed=[False, True], dtype={"bf16": BF16, "fp16": FP16}, rank=[3, 16, 20])
+@one_in(4, transposed=[False, True], dtype={"bf16": BF16, "fp16": FP16}, rank=[3, 16, 20])
 def test_products_with_the_weights_add_the_adapters(transposed, dtype, rank, monkeypatch):
     inputs = _inputs(dtype, FP32, rank=rank, sizes=(50, 48, 3, 32, 2), transposed=transposed)
     weight = inputs["up_proj"] if transposed else inputs["up_proj"].mT
@@ -168,9 +163,8 @@ def test_every_form_of_index(index, poisoned):
 @pytest.mark.kernels
 def test_no_tokens():
     inputs = _inputs(BF16, FP32)
-    inputs |= {
-        n: inputs[n].detach()[:0].requires_grad_(n != "top_k_index") for n in ("x", "top_k_index", "top_k_weights")
-    }
+    for name in ("x", "top_k_index", "top_k_weights"):
+        inputs[name] = inputs[name].detach()[:0].requires_grad_(name != "top_k_index")
     y, gradients = outputs_and_gradients(
         lambda *v: tigon.lora_moe_mlp(**dict(zip(NAMES, v, strict=True))), list(inputs.values())
     )

@@ -1,4 +1,4 @@
-"""Checks for `test_sharded_head.py`: `accumulate_grad=True` has the gradients of autograd under DDP and FSDP2."""
+"""Checks for `tests/ops/test_two_ranks.py`: `accumulate_grad=True` has the gradients of autograd in DDP and FSDP2."""
 
 import contextlib
 from collections.abc import Callable

@@ -134,9 +134,7 @@ def test_only_the_gradients_that_are_needed_are_computed(trained, monkeypatch):
 # --- packed samples --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["last", "dense time"])
-@pytest.mark.parametrize("taps", [2, 4, 8])
-@pytest.mark.parametrize("form", _samples("cpu"))
+@one_in(4, form=list(_samples("cpu")), taps=[2, 4, 8], layout=["last", "dense time"])
 def test_packed_samples_equal_separate_ones(form, taps, layout):
     """The results and dx are equal bit for bit in the kernels. dw is a sum over other parts of the tokens."""
     tensors, is_last = _inputs((1, BOUNDS[-1], 40), taps, layout=layout), layout == "last"

@@ -53,6 +53,7 @@ def assert_small_errors(rule, results, inputs, limit: float) -> None:
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.no_interpreter("fp64 runs no kernel.")
+@pytest.mark.sampled(7)
 def test_chunks_compute_the_recurrence(tokens, heads, rule):
     inputs = widen(make_inputs(rule, batch=2, tokens=tokens, heads=heads, sizes=(16, 24)))
     for normalises in (True, False):
@@ -80,7 +81,7 @@ def test_chunks_compute_what_transformers_computes(rule):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.sampled(in_interpreter=4)
+@pytest.mark.sampled(7)
 def test_the_rule_is_as_accurate_as_transformers(tokens, heads, dtype, rule):
     # A block of keys with a mask, and a last block of values that is half full.
     assert_as_accurate_as_stock(rule, make_inputs(rule, tokens=tokens, heads=heads, sizes=(24, 48), dtype=dtype), dtype)
@@ -98,6 +99,7 @@ STRENGTHS = {
 @every_rule
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "value"), STRENGTHS.values(), ids=STRENGTHS)
+@pytest.mark.sampled(3)
 def test_extreme_gates(name, value, dtype, rule):
     inputs = make_inputs(rule, tokens=130, dtype=dtype)
     # The logarithm of the decay of a chunk is rounded, so a state that has decayed to 1e-23 has few digits.
@@ -114,12 +116,13 @@ def test_extreme_gates(name, value, dtype, rule):
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("strong", "decay"),
-    [((slice(None), slice(None), 1), -10.0), ((slice(None), [10, 40, 90]), -8.0), ((..., slice(None, None, 3)), -10.0)],
+    [((slice(None), slice(None), 1), -10.0), ((slice(None), [10, 40, 66]), -8.0), ((..., slice(None, None, 3)), -10.0)],
     ids=["a head", "some tokens", "each third head or feature"],
 )
+@pytest.mark.sampled(5)
 def test_a_strong_decay_beside_weak_ones_keeps_the_digits_of_its_gradient(strong, decay, dtype, rule):
     """The heads of a group share sums, and so do the tokens of a chunk and the features of a head."""
-    inputs = make_inputs(rule, tokens=130, heads=(1, 2), dtype=dtype)
+    inputs = make_inputs(rule, dtype=dtype)
     decays = torch.full(inputs["g"].shape, -0.01)
     is_strong = torch.zeros_like(decays, dtype=torch.bool)
     is_strong[strong] = True
@@ -148,12 +151,13 @@ def test_a_reset_keeps_the_digits_of_its_gradient_beside_its_own_write(dtype, ru
 
 
 # Samples that end in, at and after the end of a chunk, and one that is empty.
-BOUNDS = (0, 5, 69, 69, 133, 150)
+BOUNDS = (0, 5, 69, 69, 134)
 
 
 @every_rule
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize("with_states", [False, True], ids=["no states", "states"])
+@pytest.mark.sampled(in_interpreter=3)
 def test_packed_samples_equal_separate_ones_bit_for_bit(with_states, dtype, rule):
     bounds = torch.tensor(BOUNDS, device=DEVICE, dtype=torch.int32)
     inputs = make_inputs(rule, tokens=BOUNDS[-1], heads=(1, 2), samples=len(BOUNDS) - 1, dtype=dtype)
@@ -180,12 +184,11 @@ def test_packed_samples_equal_separate_ones_bit_for_bit(with_states, dtype, rule
 @pytest.mark.parametrize(
     "bounds", [(0, 5), (0, 640, 0, 640, 0, 640), (3, 70), (0, 50, 20, 70), (-9, 70), (0, 71)], ids=str
 )
-@pytest.mark.parametrize(
-    "runs_kernels", [False, pytest.param(True, marks=pytest.mark.kernels)], ids=["torch", "kernels"]
-)
 @every_rule
-def test_malformed_bounds_make_all_results_nan(bounds, runs_kernels, rule, monkeypatch):
+@pytest.mark.sampled(in_interpreter=5)
+def test_malformed_bounds_make_all_results_nan(bounds, rule, monkeypatch):
     """Nothing reads the bounds of packed samples on a GPU before a launch, so they may be wrong there."""
+    runs_kernels = INTERPRETED or DEVICE == "cuda"
     dtype = KERNEL_DTYPES[-1] if runs_kernels else torch.float32
     tensors = make_inputs(rule, tokens=70, samples=len(bounds) - 1, dtype=dtype)
     cu_seqlens = torch.tensor(bounds, device=DEVICE)
@@ -316,21 +319,9 @@ def test_bad_arguments_are_refused(rule):
 
 
 @every_rule
-@pytest.mark.no_interpreter("the interpreter has no compiled code")
-def test_packed_samples_compile_without_a_graph_break(rule):
-    torch._dynamo.reset()
-    inputs = make_inputs(rule, tokens=70, samples=2)
-    bounds = torch.tensor([0, 30, 70], device=DEVICE)
-    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
-    compiled = torch.compile(rule.op, fullgraph=True, backend=backend)
-    expected, actual = (results_of(f, inputs, bounds) for f in (rule.op, compiled))
-    for name, x in actual.items():
-        torch.testing.assert_close(x, expected[name], rtol=1e-5, atol=1e-5)
-
-
-@every_rule
 @pytest.mark.kernels
 @pytest.mark.parametrize("beta", [0.0, 1e-7, -0.5, 1.9])
+@pytest.mark.sampled(3)
 def test_every_beta_has_its_gradient(rule, beta):
     """A kernel divides by beta. A token whose beta is 0 writes nothing, but its beta has a gradient."""
     inputs = make_inputs(rule, heads=(1, 2), sizes=(16, 24), dtype=KERNEL_DTYPES[-1])
