@@ -33,9 +33,7 @@ NEEDS_IN_A_PARAGRAPH = re.compile(r"GPU|H100|H200|network|on the hub")
 
 
 # The tests of commands that neither CI nor a test calls by name.
-TESTS = {
-    "make models": ("tests/cli/inspect/test_inspect.py", "models_page()"),
-}
+TESTS = {"make models": ("tests/cli/inspect/test_inspect.py", "models_page()")}
 
 
 class Command(NamedTuple):

@@ -127,8 +127,6 @@ def test_nothing_below_hf_imports_transformers(layer):
             assert not any(name.partition(".")[0] == "transformers" for name in names), f"{file}:{node.lineno}"
 
 
-# --- sizes -----------------------------------------------------------------------------------------
-
 ROOT = PACKAGE.parents[1]
 # A kernel may have more parameters, because a launch passes numbers and pointers one by one.
 MOST_LINES, MOST_LINES_OF_FUNCTION, MOST_POSITIONAL_PARAMETERS = 400, 100, 8

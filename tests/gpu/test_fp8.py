@@ -44,9 +44,6 @@ def _relative_error(a: Tensor, b: Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-# --- products --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("is_fast", [False, True], ids=["precise", "fast"])
 @pytest.mark.parametrize("out_dtype", [BF16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("m", [1, 7, 128, 1000])
@@ -76,9 +73,6 @@ def test_kernels_write_the_bytes_of_the_reference(shape, is_rowwise):
             if factor is not None:
                 assert torch.equal(factor.values.view(torch.uint8), values.view(torch.uint8))
                 assert torch.equal(factor.scale, scale)
-
-
-# --- ops -------------------------------------------------------------------------------------------
 
 
 @recipes
@@ -166,9 +160,6 @@ def test_the_mlp_saves_gate_up_and_a_byte_for_each_input(recipe):
         del y
     expected = 2 * 2 * tokens * inner + tokens * hidden
     assert expected <= saved <= expected + 2**20
-
-
-# --- experts ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -105,9 +105,6 @@ def test_a_sum_of_log_probs_with_other_weights_has_gradients_of_nan():
     assert hidden.grad.isfinite().all()
 
 
-# --- indices of the caller -------------------------------------------------------------------------
-
-
 def _grpo(x, weight, targets):
     log_probs = tigon.linear_log_probs(x, weight, targets).view(2, -1)
     return grpo_loss(log_probs, torch.ones(2, device=x.device), torch.ones_like(log_probs, dtype=torch.bool))[0]

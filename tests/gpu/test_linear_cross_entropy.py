@@ -31,8 +31,6 @@ def _error(actual: Tensor, exact: Tensor) -> float:
     return ((actual.double() - exact).norm() / exact.norm()).item()
 
 
-# --- products ------------------------------------------------------------------------------------
-
 SIZES = [
     pytest.param((1024, 1024, 4096), id="plain"),
     pytest.param((512, 512, 512), id="the smallest"),
@@ -105,9 +103,6 @@ def test_cublaslt_offers_the_ping_pong_kernels(monkeypatch):
     assert not any(missing), f"There is no ping-pong kernel for {sum(missing)} of {len(plans)} products."
 
 
-# --- ignored tokens, waits, graphs ---------------------------------------------------------------
-
-
 def _record_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list of the numbers of tokens in each product of logits from here on."""
     rows, product = [], products.product
@@ -171,9 +166,6 @@ def test_the_loss_runs_in_a_cuda_graph(shape):
             torch.testing.assert_close(actual, expected, rtol=0.02, atol=2e-3 * size)
 
 
-# --- errors and memory ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("acc_dtype", "limit"), [(None, 640), (torch.float32, 1700)], ids=str)
 def test_peak_memory_is_limited(acc_dtype, limit):
     """The limit does not include the inputs and their gradients."""
@@ -206,9 +198,6 @@ def test_a_chunk_beyond_32_bits():
         x, w, target, reduction="sum", acc_dtype=torch.float32, max_logits_mib=512
     )
     assert _error(dw, torch.autograd.grad(chunked_loss, w)[0].double()) < 0.01
-
-
-# --- two devices ---------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="The test needs two GPUs.")

@@ -107,9 +107,6 @@ def test_lean_mlp_saves_neither_gate_nor_up():
     assert 0.98 * gates <= difference <= 1.02 * gates
 
 
-# --- every op --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_recomputed(name, dtype):

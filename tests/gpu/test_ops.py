@@ -112,9 +112,6 @@ def test_another_number_of_tokens_compiles_nothing(step):
     assert _count_variants() == before
 
 
-# --- real shapes in bf16 -------------------------------------------------------------------------
-
-
 class Real(NamedTuple):
     """An op at a shape of a model."""
 
@@ -277,8 +274,6 @@ def test_cross_entropy_in_place_allocates_less_than_2_mib():
     hidden = logits * 1.0
     assert peak_bytes(lambda: tigon.cross_entropy(hidden, labels, inplace=True)) < 2 * MIB
 
-
-# --- more than 2^31 elements ---------------------------------------------------------------------
 
 HUGE = 2**31 + 2**16
 

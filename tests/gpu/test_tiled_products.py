@@ -81,8 +81,6 @@ def _gradient(factors: Factors, dtype: torch.dtype) -> Tensor:
     return torch.stack([x[start:end].T @ dy[start:end] for start, end in factors.spans])
 
 
-# --- accuracy --------------------------------------------------------------------------------------
-
 # Sizes of N and M, which fill no tile or several of them. A tile has 256 columns, and a step 64 features.
 SHAPES = {
     "no full tile": (UNEVEN, 72, 264),
@@ -134,9 +132,6 @@ def test_gradients_of_weights_are_as_accurate_as_those_of_torch(shape, dtype, po
     assert_accurate(dweight, _gradient(factors, dtype), _gradient(factors, torch.float64))
 
 
-# --- bounds ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sizes", [UNEVEN, (*UNEVEN, 192), (300, 64)], ids=["5 rows", "192 rows", "64 rows"])
 def test_rows_of_no_expert_are_not_written(sizes, poisoned):
     """The memory of the results is NaN, and all factors are finite. The last expert with rows has so many."""
@@ -173,9 +168,6 @@ def test_values_of_one_expert_do_not_reach_the_others(shape):
             assert torch.equal(result[others], expected[name][others]), (name, expert)
 
 
-# --- bits ------------------------------------------------------------------------------------------
-
-
 @every_dtype
 def test_every_repetition_has_the_same_bits(dtype):
     """The second run starts when the multiprocessors still run the first one."""
@@ -202,9 +194,6 @@ def test_results_have_the_bits_of_grouped_mm(shape):
         y, expected = tiled_product(x, w, ends), grouped_mm(x, w, offs=ends)
         assert torch.equal(y[: factors.count], expected[: factors.count])
     assert torch.equal(tiled_weight_gradient(x, dy, ends), grouped_mm(x.mT, dy, offs=ends))
-
-
-# --- more than 2^31 bytes --------------------------------------------------------------------------
 
 
 def _normal(*shape: int) -> Tensor:

@@ -75,9 +75,6 @@ def compare(run, model_type: str, dtype: torch.dtype = torch.bfloat16) -> None:
     assert_as_accurate(actual, stock, exact)
 
 
-# --- precision and memory ------------------------------------------------------------------------
-
-
 def test_a_patched_model_is_accurate_under_autocast(model_type):
     def run(model, batch):
         with torch.autocast("cuda", torch.bfloat16):
@@ -96,9 +93,6 @@ def test_a_patched_model_is_accurate_in_fp16_with_a_scaled_loss(model_type):
         return {"loss": loss.detach(), **gradients(model)}
 
     compare(run, model_type, torch.float32)
-
-
-# --- graphs --------------------------------------------------------------------------------------
 
 
 def test_a_captured_step_is_replayed_on_another_batch(model_type):
@@ -130,9 +124,6 @@ def test_a_captured_step_is_replayed_on_another_batch(model_type):
     stock = take_step(make_model(model_type), batch)
     actual = capture_and_replay(patch(make_model(model_type)), batch)
     assert_as_accurate(actual, stock, exact)
-
-
-# --- quantised layers and adapters ---------------------------------------------------------------
 
 
 def to_4bit(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -182,9 +173,6 @@ def test_a_patched_model_is_accurate_with_quantised_layers_and_adapters(model_ty
     model = build(torch.bfloat16, True)
     assert model(**batch).logits is SKIPPED_LOGITS
     assert_as_accurate(take_step(model, batch), stock, exact)
-
-
-# --- two GPUs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="The test needs two GPUs.")

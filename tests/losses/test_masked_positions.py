@@ -57,9 +57,6 @@ def options_of(loss_type: str) -> dict[str, Any]:
     return {"loss_type": loss_type, **length}
 
 
-# --- Tigon's losses of hidden states -----------------------------------------------------------------
-
-
 def head_cases(mask: Tensor) -> Iterator[Case]:
     shape = tuple(mask.shape)
     tokens = torch.randint(V, shape, generator=torch.Generator().manual_seed(0))
@@ -111,9 +108,6 @@ def head_cases(mask: Tensor) -> Iterator[Case]:
         yield Case(f"linear_cross_entropy {reduction} low_rank", entropies, ignored | factors, (*leaves, *factors))
     squares = lambda **arguments: tigon.linear_log_probs(**arguments).square().sum()
     yield Case("linear_log_probs", without_mask(squares), ignored, leaves)
-
-
-# --- the alias for Liger -----------------------------------------------------------------------------
 
 
 def alias_cases(mask: Tensor) -> Iterator[Case]:
@@ -174,8 +168,6 @@ def alias_cases(mask: Tensor) -> Iterator[Case]:
     probs = {"p": rows["log_q"].exp(), "q": rows["log_p"].exp(), "mask": mask}
     yield Case("Liger's TVD", call, probs, ("p",))
 
-
-# --- the test ----------------------------------------------------------------------------------------
 
 SIZES = (("many", MANY, head_cases), ("few", FEW, head_cases), ("many", MANY, alias_cases))
 CASES = {f"{case.name}, {size} masked": case for size, mask, cases in SIZES for case in cases(mask)}

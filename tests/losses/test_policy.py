@@ -122,9 +122,6 @@ def test_vespo_limits_the_logarithms_of_ratios():
     assert metrics["vespo/phi_seq_mean"].item() == pytest.approx(smallest / 2, rel=1e-4, abs=0)
 
 
-# --- the ratios of the sampling engine -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("bounds", [(None, 1.5), (0.7, 1.4), (1.2, None)], ids=str)
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_importance_sampling_ratio(mode, bounds):
@@ -173,9 +170,6 @@ def test_importance_sampling_ratio_without_tokens(shape):
     ratio, metrics = losses.importance_sampling_ratio(empty, empty, empty < 0)
     assert ratio.tolist() == [1.0] * shape[0]
     assert metrics["sampling/sampling_logp_difference/max"] == 0
-
-
-# --- PPO and RLOO --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("per_token", [False, True])

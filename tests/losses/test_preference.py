@@ -41,9 +41,6 @@ def test_the_sums_of_the_reference_replace_its_tokens():
     assert torch.equal(kto[0][0], kto[1][0])
 
 
-# --- without a reference -------------------------------------------------------------------------
-
-
 def test_orpo():
     x = tokens(6, 7, torch.float64)
     policy = _rows(x)
@@ -88,9 +85,6 @@ def test_simpo_is_a_type_of_cpo():
     for loss_type, weight in (("simpo", 0.0), ("alphapo", 1.0)):
         cpo, _ = losses.cpo_loss(x.log_probs(), x.mask, loss_type=loss_type, cpo_alpha=weight, **options)
         assert torch.equal(simpo, cpo)
-
-
-# --- KTO and rewards -----------------------------------------------------------------------------
 
 
 def test_the_kl_term_of_kto_has_no_gradient():

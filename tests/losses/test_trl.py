@@ -93,8 +93,6 @@ def _assert_same(
     assert compared or not metrics
 
 
-# --- DPO -----------------------------------------------------------------------------------------
-
 TYPES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
     "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
@@ -182,9 +180,6 @@ def test_dpo(case):
     assert set(trainer._metrics["train"]) - {"num_tokens"} == set(result[1] | shown)
 
 
-# --- KTO -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
 @pytest.mark.parametrize("labels", [[1, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize("shift", [-0.5, 0.5], ids=["negative KL", "positive KL"])
@@ -216,9 +211,6 @@ def test_kto(loss_type, labels, shift):
     trl_metrics = trainer._metrics["train"]
     _assert_same((loss, metrics), log_probs, expected, expected_log_probs, trl_metrics)
     assert set(trl_metrics) - {"num_tokens"} <= set(metrics)
-
-
-# --- CPO and SimPO --------------------------------------------------------------------------------
 
 
 def _logits_of(log_probs: Tensor) -> Tensor:
@@ -281,8 +273,6 @@ def test_cpo(case):
     _assert_same(own, log_probs, expected, expected_log_probs, compared, 1e-4)
     assert set(compared) <= set(own[1])
 
-
-# --- GRPO ----------------------------------------------------------------------------------------
 
 GRPO_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 GRPO_DEFAULTS = {

@@ -101,9 +101,6 @@ def copies(monkeypatch) -> Iterator[list[tuple[str, int]]]:
         yield directions
 
 
-# --- calls and bits --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("level", "repeated"),
     [
@@ -151,9 +148,6 @@ def test_layers_without_attention_run_again_as_before():
     ] == [3, 2]
 
 
-# --- memory ----------------------------------------------------------------------------------------
-
-
 def test_outputs_of_attention_are_the_only_further_bytes():
     sizes = {level: saved_bytes(make_model(level)) for level in ("checkpoint", "checkpoint+attention")}
     assert sizes["checkpoint+attention"] - sizes["checkpoint"] == (LAYERS - 1) * (OUTPUT + LSE)
@@ -187,9 +181,6 @@ def test_a_forward_pass_without_backward_frees_its_outputs(level, copies):
         assert watch.alive() == [False] * 2 * LAYERS, output.loss
     finally:
         gc.enable()
-
-
-# --- copies to the host ----------------------------------------------------------------------------
 
 
 def test_outputs_move_to_the_host_with_the_inputs(copies):
@@ -247,9 +238,6 @@ def test_too_little_host_memory_is_an_error(pages, message, copies, monkeypatch)
         fitting = make_model(f"checkpoint+attention:{(pages - 18) // 7}+offload")
         step(fitting)
         assert fitting.model.layers[0]._gradient_checkpointing_func.place.inputs.pages.capacity <= pages * 1024
-
-
-# --- graphs ----------------------------------------------------------------------------------------
 
 
 def run_backward_twice(model: nn.Module) -> None:
@@ -325,9 +313,6 @@ def test_an_error_in_the_second_run_of_a_layer_ends_its_block():
     model.model.layers[1].mlp.forward = original
     assert torch._C._len_torch_dispatch_stack() == 0
     assert run_attention("name", lambda: 3) == 3
-
-
-# --- patches ---------------------------------------------------------------------------------------
 
 
 def test_more_layers_than_the_model_has_are_refused():

@@ -21,8 +21,6 @@ from transformers import AttentionInterface
 from hf.ways import batch, build
 from memory.test_models import step
 
-# --- attention that is not saved -------------------------------------------------------------------
-
 
 def test_eager_attention_runs_again_and_the_report_says_so():
     model = build("llama", num_hidden_layers=LAYERS)
@@ -167,9 +165,6 @@ def test_registered_functions_are_recognised():
     AttentionInterface.register("tigon_test", attend_outside_of_torch)
     model = make_model("checkpoint+attention", attention="tigon_test")
     assert count_calls(model) == LAYERS
-
-
-# --- compiled models -------------------------------------------------------------------------------
 
 
 def count_in_profile(call) -> tuple[list, int]:

@@ -35,9 +35,6 @@ def loss_of(model: nn.Module) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
-# --- changes that would affect a second call -------------------------------------------------------
-
-
 class Halved(nn.Linear):
     def forward(self, x):
         return super().forward(x) / 2
@@ -110,9 +107,6 @@ def test_a_replaced_forward_of_torch_is_refused(monkeypatch):
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * forward(self, x))
     with pytest.raises(RuntimeError, match="but its forward was changed"):
         loss.backward()
-
-
-# --- changes without effect on a second call -------------------------------------------------------
 
 
 def run_a_reference(model):

@@ -150,9 +150,6 @@ def test_experts_in_a_checkpoint_save_their_input_at_every_level(layout):
     assert_same_bits(_gradients(run, leaves, mlp=True), _gradients(run, leaves))
 
 
-# --- adapters --------------------------------------------------------------------------------------
-
-
 def _adapted(dtype: torch.dtype, trains: bool, activation: object) -> tuple[Callable[[], Tensor], list[Tensor]]:
     tensors = _tensors({}, dtype)
     for name in ("up_proj", "down_proj"):
@@ -186,9 +183,6 @@ def test_experts_with_adapters_recompute_the_first_product(case):
     assert saved_by_default - size >= T * K * 2 * INNER * case[0].itemsize - 2 * E * 4
 
 
-# --- graphs ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.skipif(torch.__version__ < (2, 11), reason="torch.compile before 2.11 cannot trace every call of experts")
 @pytest.mark.parametrize(
@@ -210,9 +204,6 @@ def test_a_graph_recomputes_the_first_product(backend):
     torch._dynamo.reset()
     assert_same_bits(results[1], results[0])
     assert sizes[0] - sizes[1] == T * K * 2 * INNER * 4
-
-
-# --- models ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "llama4_text"])

@@ -38,9 +38,6 @@ def compare(forward, **options) -> tuple[set[str], set[str]]:
     return alive, alive_in_lean
 
 
-# --- nodes that share a recomputed result --------------------------------------------------------
-
-
 def test_three_products_share_one_recomputed_result():
     """The first product recomputes it. It is freed after the third one, before the backward of the norm itself."""
     step, norm, live_results = Step(), Counted(), []
@@ -144,9 +141,6 @@ def test_backward_recomputes_with_the_autocast_of_the_forward_pass(forward, back
     assert_same_bits(gradients(True), gradients(False))
 
 
-# --- tensors that were written in place ----------------------------------------------------------
-
-
 def write(y: Tensor) -> None:
     with torch.no_grad():
         y.add_(1)
@@ -214,9 +208,6 @@ def test_backward_refuses_other_tensors_that_were_written():
         z.backward()
 
 
-# --- weights that are freed before backward ------------------------------------------------------
-
-
 @pytest.mark.parametrize("change", ["exchanged", "emptied"])
 def test_products_recompute_a_norm_whose_weight_was_freed(change, monkeypatch):
     """An engine gathers the weight for the backward of the norm, which comes after that of the products."""
@@ -262,9 +253,6 @@ def test_weights_are_copied_only_in_a_process_group(monkeypatch):
     w.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="the memory of a weight was freed between forward and backward"):
         total(z).backward()
-
-
-# --- blocks --------------------------------------------------------------------------------------
 
 
 def norm_and_product(step: Step) -> Tensor:

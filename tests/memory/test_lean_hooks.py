@@ -16,8 +16,6 @@ from memory.steps import ROWS, WIDTH, Step, assert_same_bits, block, normal, run
 from memory.test_lean import norm_and_product
 from tigon.memory.lean import recomputed_by_call
 
-# --- other hooks ---------------------------------------------------------------------------------
-
 
 class Host(saved_tensors_hooks):
     """Hooks that copy every tensor twice, as `save_on_cpu` does on a GPU, and record the shapes."""
@@ -121,9 +119,6 @@ def test_a_checkpointed_region_may_contain_the_block(reentrant):
     assert_same_bits(gradients(True), gradients(False))
 
 
-# --- gradients of gradients ----------------------------------------------------------------------
-
-
 def test_products_have_a_second_derivative():
     """The second derivative of the product reads the recomputed result, which is computed without a graph."""
     modes = []
@@ -151,9 +146,6 @@ def test_ops_without_a_second_derivative_refuse():
         loss = norm_and_product(step)
     with pytest.raises(RuntimeError, match="RMSNorm has no second derivative"):
         torch.autograd.grad(loss, step.leaves[0], create_graph=True)
-
-
-# --- memory after a step -------------------------------------------------------------------------
 
 
 @pytest.mark.no_interpreter("The interpreter leaves reference cycles.")

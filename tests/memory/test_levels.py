@@ -85,9 +85,6 @@ def test_projections_with_dropout_are_not_recomputed(calls):
     assert calls[4:] == [True] * 4, model_in_eval
 
 
-# --- modules that backward calls -------------------------------------------------------------------
-
-
 class Counting(nn.Linear):
     """A layer that writes a buffer in each call."""
 
@@ -170,9 +167,6 @@ def test_gate_and_up_are_freed_after_their_last_use():
     assert [len(child.outputs) for child in children] == [2, 2]
 
 
-# --- blocks ----------------------------------------------------------------------------------------
-
-
 def test_ops_see_the_options_of_the_innermost_block():
     options = lambda: (memory.is_lean(), memory.recomputes_mlp())
     assert options() == (False, False)
@@ -225,9 +219,6 @@ def test_compiled(compiled, level, most):
     expected, default = compiled("default", layers)
     assert size < most * default
     assert_same_bits(results, expected)
-
-
-# --- patch, restore, refuse ------------------------------------------------------------------------
 
 
 def attributes(model: nn.Module) -> dict:

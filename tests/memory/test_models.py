@@ -109,9 +109,6 @@ def test_lean_models_work_with_save_on_cpu():
     assert_same_bits(actual, step(default))
 
 
-# --- patch, restore, copy ------------------------------------------------------------------------
-
-
 def test_lean_works_without_other_parts():
     lean, default = build("llama"), build("llama")
     tigon.patch(lean, loss=False, memory="lean"), tigon.patch(default, loss=False)

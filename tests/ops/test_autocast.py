@@ -129,9 +129,6 @@ def sampled(test: Callable) -> Callable:
     )(test)
 
 
-# --- the ops of the table --------------------------------------------------------------------------
-
-
 def quick_or_thorough(i: int) -> Any:
     """`make test` runs the first variant of each op, and then every second one."""
     case = CASES[i]
@@ -151,9 +148,6 @@ def test_an_op_computes_under_autocast_what_eager_code_computes(i: int, combinat
             runs_eager_products=case.workload.name == "lora_linear" and not runs_kernels,
             widens=case.workload.name == "relu2" and DEVICE == "cuda",
         )  # fmt: skip
-
-
-# --- MLPs, which are products and other ops ----------------------------------------------------------
 
 
 def values(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -177,8 +171,6 @@ def test_an_mlp_computes_under_autocast_what_eager_code_computes(i: int, combina
     for combination in combinations(i):
         assert_as_eager(*list(MLPS.values())[i], combination, runs_eager_products=not RUNS_KERNELS)
 
-
-# --- the head: ignored tokens and reductions -----------------------------------------------------------
 
 SEQUENCES, LENGTH, HIDDEN, VOCABULARY = 4, 5, 16, 77
 

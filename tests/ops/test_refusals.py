@@ -21,8 +21,6 @@ from op_cases import DEVICE
 
 pytestmark = pytest.mark.no_interpreter("Every check precedes the choice of a kernel.")
 
-# --- values ----------------------------------------------------------------------------------------
-
 
 class _Object:
     """A value of a type that no op knows."""
@@ -75,9 +73,6 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "one element more": lambda x: torch.cat((x, x[..., -1:]), -1) if x.dim() else x[None],
     "one dimension less": lambda x: x[0] if x.dim() else x,
 }
-
-
-# --- calls -----------------------------------------------------------------------------------------
 
 
 def _randn(*shape: int) -> Tensor:

@@ -4,8 +4,6 @@ import gc
 import types
 import weakref
 
-import pytest
-
 from tigon.runtime.weak_cache import cached_weakly
 
 
@@ -13,16 +11,7 @@ def make_class():
     return type("Made", (), {})
 
 
-def make_function():
-    return types.FunctionType(compile("def f(): return 1", "made", "exec").co_consts[0], {})
-
-
-def make_code():
-    return compile("x = 1", "made", "exec")
-
-
-@pytest.mark.parametrize("make", [make_class, make_function, make_code])
-def test_a_result_lives_as_long_as_its_owner(make):
+def test_a_result_lives_as_long_as_its_owner():
     calls = []
 
     @cached_weakly
@@ -30,18 +19,22 @@ def test_a_result_lives_as_long_as_its_owner(make):
         calls.append(args)
         return len(calls)
 
-    owner, other = make(), make_class()
-    assert [count(owner), count(owner), count(owner, (1, other)), count(owner, (1, other))] == [1, 1, 2, 2]
-    assert calls == [(), ((1, other),)]
-    alive = [weakref.ref(owner), weakref.ref(other)]
+    code = compile("def f(): return 1", "made", "exec")
+    owners, other = [make_class(), types.FunctionType(code.co_consts[0], {}), code], make_class()
+    for owner in owners:
+        calls.clear()
+        assert [count(owner), count(owner), count(owner, (1, other)), count(owner, (1, other))] == [1, 1, 2, 2]
+        assert calls == [(), ((1, other),)]
+    alive, other_alive = [weakref.ref(owner) for owner in owners], weakref.ref(other)
     # The key refers to the other class weakly too.
     calls.clear()
     del other
     gc.collect()
-    assert alive[1]() is None
-    del owner
+    assert other_alive() is None
+    del owner, code
+    owners.clear()
     gc.collect()
-    assert alive[0]() is None
+    assert [reference() for reference in alive] == [None] * 3
 
 
 def test_equal_arguments_of_other_types_are_equal_as_in_a_dict():

@@ -102,10 +102,7 @@ def test_ctrl_c_ends_the_command_with_its_exit_code(run, monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["--ops", "rms_norm,sofmax"], "--ops: must be among rms_norm"),
-        (["--ops", "sofmax"], "got 'sofmax'"),
-    ],
+    [(["--ops", "rms_norm,sofmax"], "--ops: must be among rms_norm"), (["--ops", "sofmax"], "got 'sofmax'")],
 )
 def test_bad_options_are_refused(run, arguments, message):
     code, output = run(*arguments)

@@ -11,14 +11,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.ops import floor
-from benchmarks.ops.accuracy import (
-    BoundProvider,
-    Errors,
-    eager_results,
-    exact_results,
-    judge,
-    typical_loss_error,
-)
+from benchmarks.ops.accuracy import BoundProvider, Errors, eager_results, exact_results, judge, typical_loss_error
 from benchmarks.ops.cases import OPS, make_inputs
 from benchmarks.ops.eager import EAGER
 from benchmarks.ops.providers import PROVIDERS, Unsupported, select, tigon_provider
@@ -190,8 +183,6 @@ def test_a_revision_without_an_option_does_not_support_its_case():
         older.load(tiny("linear_cross_entropy", acc_dtype=torch.float32))
 
 
-# --- the bare products ---
-
 LINEAR = [case for case in CASES if case.op == "linear_cross_entropy"]
 
 
@@ -235,9 +226,6 @@ def test_products_compute_only_the_products_of_the_floor(case):
 def test_products_refuse_an_option_that_would_change_their_operands():
     with pytest.raises(Unsupported, match=r"no label_smoothing=0\.1"):
         PROVIDERS["linear_cross_entropy"][-1].load(tiny("linear_cross_entropy", label_smoothing=0.1))
-
-
-# --- stand-ins for peers that are not installed ---
 
 
 def install(monkeypatch, name, **contents):

@@ -9,14 +9,7 @@ import torch
 pytest.importorskip("tokenizers")
 
 from benchmarks.train import text as module
-from benchmarks.train.text import (
-    Corpus,
-    batches,
-    draw_documents,
-    read_text,
-    split_paragraphs,
-    tokenise,
-)
+from benchmarks.train.text import Corpus, batches, draw_documents, read_text, split_paragraphs, tokenise
 
 
 def test_files_are_read_in_order(text):

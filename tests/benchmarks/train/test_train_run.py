@@ -304,9 +304,6 @@ def test_the_demo_is_a_case_that_compares_the_losses_on_each_device(run, in_proc
     assert (context.default_map["model"], context.default_map["curves"]) == ("Llama-3.2-1B", True)
 
 
-# --- processes -----------------------------------------------------------------------------------
-
-
 def test_a_process_that_fails_gives_its_reason_and_leaves_its_log(tmp_path):
     job = asdict(worker.Job("stock", {"model_type": "llama"}, "absent.npy", 1, 8, device="nowhere"))
     result = process.run_process(job, tmp_path / "stock.log")

@@ -212,9 +212,6 @@ def test_only_the_needed_gradients_are_computed(name):
     assert torch.equal(actual, expected[list(leaves).index(name)])
 
 
-# --- dropout -------------------------------------------------------------------------------------
-
-
 def test_dropout_applies_the_mask_of_its_seed():
     """The node draws a seed. With the mask of this seed, eager code gives the same values and gradients."""
     p, tokens, inputs = 0.3, 33, 52
@@ -255,9 +252,6 @@ def test_dropout_keeps_the_right_share_and_differs_between_adapters():
         flat = bits.reshape(64, 1024).float() - (1 - p)
         for a, b in ((flat[:, 1:], flat[:, :-1]), (flat[1:], flat[:-1])):
             assert abs((a * b).mean().item()) < 0.008
-
-
-# --- helpers -------------------------------------------------------------------------------------
 
 
 def test_terms_add_up_to_the_fp32_value():
@@ -304,9 +298,6 @@ def test_the_product_that_reads_x_finds_its_maximum_or_writes_its_copy(rank, fea
     assert torch.equal(as_bytes(values), as_bytes(copy.values))
     others = matrix.float().view(140, 3, features)[:, [0, 2]]
     assert (others == 7.0).all()
-
-
-# --- bad input -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,7 @@ import tigon.ops.adapters.grouped_low_rank as grouped
 import tigon.ops.adapters.grouped_low_rank_product as product
 import tigon.ops.adapters.lora_expert_nodes as nodes
 from op_cases import DEVICE, assert_as_accurate_as_eager, one_in, outputs_and_gradients
-from tigon.ops.adapters.grouped_low_rank import (
-    GroupedLowRankConfig,
-    grouped_project,
-    split_experts,
-)
+from tigon.ops.adapters.grouped_low_rank import GroupedLowRankConfig, grouped_project, split_experts
 from tigon.ops.adapters.lora_expert_activation import (
     ActivationAdapters,
     NeededActivationGradients,
@@ -231,9 +227,6 @@ def test_any_number_of_adapters(dtype, ranks, biases):
     for ours, expected in zip(*results, strict=True):
         error = (ours.double() - expected.double()).abs().max() / expected.abs().max()
         assert error < {BF16: 0.03, FP32: 1e-5}[dtype]
-
-
-# --- needed gradients and memory -------------------------------------------------------------------
 
 
 @pytest.mark.kernels

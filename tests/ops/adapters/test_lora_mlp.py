@@ -64,9 +64,7 @@ def test_lora_glu_mlp_is_as_accurate_as_eager(ranks, activation, dtypes):
         return eager_output(ACTIVATIONS[activation](eager_output(x, gate)) * eager_output(x, up), down)
 
     assert_as_accurate_as_eager(
-        lambda x, *values: lora_glu_mlp(x, *rebuild(values, layers), activation),
-        reference,
-        [x, *flatten(layers)],
+        lambda x, *values: lora_glu_mlp(x, *rebuild(values, layers), activation), reference, [x, *flatten(layers)]
     )
 
 

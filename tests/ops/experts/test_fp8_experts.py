@@ -109,9 +109,6 @@ def _options(layout: dict) -> dict:
     return {name: value for name, value in layout.items() if name != "biases"}
 
 
-# --- values and gradients ------------------------------------------------------------------------
-
-
 @every_layout
 @pytest.mark.sampled(in_interpreter=5)
 def test_it_is_as_accurate_as_eager_code(layout):
@@ -191,9 +188,6 @@ def test_experts_without_rows(index):
     assert (actual["down"][unused] == 0).all()
 
 
-# --- the parts -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [(3, 16, 48), (2, 144, 80), (1, 272, 16)], ids=str)
 def test_copies_of_a_stack_are_those_of_its_matrices(shape, dtype):
@@ -229,9 +223,6 @@ def test_tokens_are_quantised_before_they_are_spread(is_weighted, block):
     present = T * K - 1
     assert torch.equal(actual.values[:present].view(torch.uint8), expected.values[:present].view(torch.uint8))
     assert torch.equal(actual.scale[:present], expected.scale[:present])
-
-
-# --- memory --------------------------------------------------------------------------------------
 
 
 def _saved_bytes(run, leaves: dict) -> int:

@@ -117,9 +117,6 @@ def test_moe_mlp_accepts_experts_in_a_lower_precision_than_the_tokens():
     assert_as_accurate_as_eager(_call(tigon.moe_mlp, _index()), _call(moe_mlp_reference, _index()), tensors)
 
 
-# --- saved tensors and needed gradients ----------------------------------------------------------
-
-
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", ["plain", "biases, no gate", "weighted inputs, a function"])
 def test_backward_overwrites_what_it_has_saved_only_if_no_one_needs_it_again(name, monkeypatch):
@@ -224,9 +221,6 @@ def test_activation_gradients_agree_with_their_reference(kind, inner):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-# --- spreading and combining ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("h", [1, 17, 1030, 8200])
 def test_spread_and_combine_accept_any_width(h):
     """The widths take one block or several. The last one does not fit in registers."""
@@ -242,9 +236,6 @@ def test_spread_and_combine_accept_any_width(h):
         ),
     ):
         assert_as_accurate_as_eager(run, reference, tensors)
-
-
-# --- grouped products ----------------------------------------------------------------------------
 
 
 @pytest.mark.no_interpreter("It launches no kernel.")

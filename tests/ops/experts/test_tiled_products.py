@@ -26,7 +26,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 needs_hopper = pytest.mark.skipif(hopper is None, reason="this Triton is neither 3.6 nor 3.7")
 no_interpreter = pytest.mark.no_interpreter("The interpreter runs none of these kernels.")
 
-# --- blocks of rows --------------------------------------------------------------------------------
 
 SIZES = {
     "uneven": [0, 193, 1, 0, 192, 64, 400, 0],
@@ -54,9 +53,6 @@ def test_blocks_hold_the_rows_of_each_expert(sizes, poisoned):
     assert blocks[0, 0] == count
     assert blocks[1 : 1 + count].tolist() == expected
     assert (blocks[1 + count :] == torch.iinfo(torch.int32).max).all()
-
-
-# --- where the kernels run -------------------------------------------------------------------------
 
 
 def _factors(s: int = 100, n: int = 128, m: int = 256, dtype: torch.dtype = BF16) -> dict[str, Tensor]:
@@ -135,8 +131,6 @@ def test_a_graph_of_torch_compile_has_no_kernels_of_tiles(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not _products(**_factors())
 
-
-# --- moe_mlp ---------------------------------------------------------------------------------------
 
 TILE_KERNELS = "product_kernel", "weight_gradient_kernel"
 

@@ -42,9 +42,6 @@ def _relative_errors(actual: list[Tensor], exact: list[Tensor]) -> list[float]:
     return [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(actual, exact, strict=True)]
 
 
-# --- values and gradients --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("leading", [(7,), (2, 17)], ids=str)
 @recipes
@@ -62,9 +59,6 @@ def test_it_is_as_accurate_as_eager_code(kind, leading, recipe, fp8_dw):
         assert error < min(1.2 * eager_error, 0.13)
     # Both round the same values, so they agree much better than either agrees with the exact result.
     assert max(_relative_errors(actual, eager)) < (0.02 if DTYPE is torch.float32 else 0.1)
-
-
-# --- memory ----------------------------------------------------------------------------------------
 
 
 def _saved(run) -> list[Tensor]:

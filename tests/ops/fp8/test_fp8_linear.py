@@ -47,9 +47,6 @@ def _assert_same(actual, expected) -> None:
         torch.testing.assert_close(a / size, b / size, **TOLERANCE)
 
 
-# --- values and gradients --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [(16, 64), (7, 64), (2, 9, 64), (64,)], ids=str)
 @recipes
 @modes
@@ -117,9 +114,6 @@ def test_nan_and_infinity_reach_the_result(recipe):
         dy[2, 7] = value
         (dw,) = torch.autograd.grad(tigon.fp8_linear(_randn(16, 64), weight, recipe=recipe), weight, dy)
         assert not dw[7].isfinite().any()
-
-
-# --- only what is needed ---------------------------------------------------------------------------
 
 
 def _saved(run) -> list[Tensor]:

@@ -27,9 +27,6 @@ def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = DTYPE) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, dtype)
 
 
-# --- kernels -------------------------------------------------------------------------------------
-
-
 def _assert_maximum(maximum: Tensor, x: Tensor) -> None:
     """Check the maximum of x. NaN is larger than any number."""
     largest = x.float().abs().nan_to_num(nan=torch.inf, posinf=torch.inf).amax()
@@ -65,9 +62,6 @@ def test_nan_and_infinity_are_the_largest_values(value):
     statistics = norm_forward(x, None, None, None, NormOptions(1e-5, 0.0, True))[2]
     dx, *_ = norm_backward(dy, None, x, None, statistics, 0.0, NeededNormGradients(True, None, None), maximum)
     _assert_maximum(maximum, dx)
-
-
-# --- steps ---------------------------------------------------------------------------------------
 
 
 def _leaves() -> list[Tensor]:
@@ -141,9 +135,6 @@ def test_gradients_that_autograd_changes_have_none(run):
     x.register_hook(lambda dy: upstream.append((find_maximum(dy) is not None, bool((dy == 3).all()))))
     run(x).sum().backward()
     assert upstream == [(run is SUMS["unchanged"],) * 2]
-
-
-# --- the tensor to which a maximum belongs -------------------------------------------------------
 
 
 @pytest.fixture

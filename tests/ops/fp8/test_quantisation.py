@@ -43,9 +43,6 @@ def _assert_same(actual: Factor | None, values: torch.Tensor | None, scale: torc
     torch.testing.assert_close(actual.scale, scale, rtol=0, atol=0, equal_nan=True)
 
 
-# --- values --------------------------------------------------------------------------------------
-
-
 @recipes
 def test_values_and_scales_are_those_of_plain_python(is_rowwise):
     x = _matrix(5, 33)
@@ -111,8 +108,6 @@ def test_nan_and_infinity_are_not_hidden(is_rowwise, value):
     if is_rowwise:
         assert rows.scale[[0, 2, 3]].isfinite().all()
 
-
-# --- kernels -------------------------------------------------------------------------------------
 
 # Sizes around the tiles of 128 x 64, and rows that the transposed copy pads.
 SHAPES = [(1, 16), (7, 48), (129, 80), (130, 64)]

@@ -275,9 +275,6 @@ def dtensor_heads() -> None:
         _close("dw", weight.grad.full_tensor(), dw)
 
 
-# --- what is refused -----------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _refused(error: type, message: str):
     with pytest.raises(error, match=f"linear_cross_entropy: .*{message}"):

@@ -195,9 +195,6 @@ def test_option_has_no_effect_under_compile():
     torch.testing.assert_close(w.grad, _accumulate_by_autograd(2, upstream=2.0), rtol=2e-6, atol=1e-7)
 
 
-# --- what is refused -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_buffer_replaced_between_forward_and_backward_is_refused(reduction):
     """zero_grad between forward and backward would lose dW without an error."""

@@ -44,9 +44,6 @@ def _same(actual, expected) -> None:
             torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6 * max(1.0, size))
 
 
-# --- torch.compile -------------------------------------------------------------------------------
-
-
 def _compiled(function):
     torch._dynamo.reset()
     return torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -88,9 +85,6 @@ def test_compiled_loss_accepts_valid_rows():
     torch.testing.assert_close(compiled(x, w, target), tigon.linear_cross_entropy(x, w, target))
 
 
-# --- activation checkpointing --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}, ALL_RESULTS], ids=["mean", "none", "returned"])
 @pytest.mark.sampled(in_interpreter=5)
@@ -105,9 +99,6 @@ def test_activation_checkpointing_is_supported(options, reentrant):
         (f(*tensors) * 3.0).backward()
         results.append([x.grad for x in tensors])
     _same(*results)
-
-
-# --- autocast ------------------------------------------------------------------------------------
 
 
 @pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
@@ -143,9 +134,6 @@ def test_autocast_does_not_round_the_gradient_of_an_fp32_weight(options, hidden)
     )
     exact = dlogits.double().t() @ narrow[0].detach().double()
     assert (dw - exact).norm() / exact.norm() < 2e-6
-
-
-# --- weights and graphs --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,6 @@ def _runs(targets: Tensor, extra: Tensor, options: dict):
     return of(tigon.linear_log_probs), of(linear_log_probs_reference)
 
 
-# --- values and gradients ------------------------------------------------------------------------
-
-
 @one_in(4, options=OPTIONS, division=DIVISIONS, with_bias={"": False, "bias": True})
 def test_log_probs_and_gradients_are_as_accurate_as_eager_code(options, division, with_bias):
     """The upstream gradients of all outputs differ from token to token."""
@@ -197,9 +194,6 @@ def test_targets_out_of_range_are_nan(value):
     assert dx.isnan().any(-1).nonzero().flatten().tolist() == [0, 1]
 
 
-# --- work ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("needs", "products"),
     [
@@ -235,9 +229,6 @@ def test_no_valid_token_gives_zeros(t):
     assert all((y == 0).all() for y in result)
     gradients = torch.autograd.grad(result.log_probs.sum() + result.entropy.sum(), (hidden, weight, bias))
     assert all((g == 0).all() for g in gradients)
-
-
-# --- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.no_interpreter("It computes nothing.")

@@ -169,8 +169,6 @@ def test_any_boundaries_give_the_loss_of_eager_code(bounds):
         assert_as_accurate_as_eager(call(tigon.linear_loss), call(eager_linear_loss), [hidden, weight, bias], loss=True)
 
 
-# --- functions of every kind -------------------------------------------------------------------------
-
 ADVANTAGES, MASK = values(SEQUENCES), values(SEQUENCES, LENGTH, seed=9) > -0.5
 
 

@@ -83,9 +83,6 @@ def test_half_precision_products_are_not_rounded_in_an_fp32_sum(kind, autocast, 
     assert torch.equal(buffer, expected + 3.0)
 
 
-# --- fp64, whose sums are finer than the requested `acc_dtype` ---------------------------------------
-
-
 @pytest.mark.parametrize("buffer_dtype", [torch.float64, torch.float32], ids=str)
 def test_fp64_weight_may_accumulate_in_fp32_or_fp64(buffer_dtype):
     """With accumulate_grad the buffer is fp64, or an fp32 `main_grad`. Both are at least as fine as requested."""

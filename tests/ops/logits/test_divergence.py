@@ -63,9 +63,6 @@ def _pair(form: str, *shape: int, dtype: torch.dtype = torch.float32) -> list[to
     return [student.to(dtype), teacher.to(dtype)]
 
 
-# --- accuracy ------------------------------------------------------------------------------------
-
-
 REDUCED = {
     "batchmean, labels": ("batchmean", True),
     "sum": ("sum", False),
@@ -168,8 +165,6 @@ def test_jsd_is_accurate_for_nearly_equal_distributions():
     torch.testing.assert_close(tigon.jsd(student, teacher).double(), exact, rtol=1e-3, atol=3e-8)
 
 
-# --- edges ---------------------------------------------------------------------------------------
-
 INF = float("inf")
 
 
@@ -231,9 +226,6 @@ def test_nan_inputs_give_nan_losses(form, place):
     rows = run(*pair, reduction="none", **options).sum(-1)
     assert rows.isnan().tolist() == [False, True, False]
     assert run(*pair, **options).isnan()
-
-
-# --- labels and reductions -----------------------------------------------------------------------
 
 
 @every_form
@@ -301,9 +293,6 @@ def test_batchmean_divides_as_torch_or_by_valid_rows_with_labels():
     torch.testing.assert_close(tigon.jsd(student, teacher, labels=labels), total / 10)
 
 
-# --- gradients -----------------------------------------------------------------------------------
-
-
 @every_form
 def test_fp16_gradients_use_the_loss_scale(form):
     """The gradient of a mean underflows in fp16. The loss scale of the upstream gradient prevents this."""
@@ -328,9 +317,6 @@ def test_teacher_that_needs_a_gradient_gets_it(form):
         assert ours.grad.abs().sum() > 0
     with torch.no_grad():
         assert not run(*both[0], **options).requires_grad
-
-
-# --- the rest ------------------------------------------------------------------------------------
 
 
 def test_modules_compute_the_functions():

@@ -59,9 +59,6 @@ def _samples(device: str = DEVICE) -> dict[str, dict[str, Tensor]]:
     return {**forms, "position_ids": {"position_ids": positions}, "int32": {"position_ids": positions.int()}}
 
 
-# --- one sample ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @one_in(
     12, shape=SHAPES, dtype=FLOATS, taps=[2, 4, 8, 3], layout=["last", "wide", "first", "dense time"],
@@ -129,9 +126,6 @@ def test_only_the_gradients_that_are_needed_are_computed(trained, monkeypatch):
     inputs = [t if i == trained else t.detach() for i, t in enumerate(tensors)]
     outputs_and_gradients(tigon.causal_conv1d, inputs)
     assert [t is not None for t in results[0]] == [i == trained for i in range(3)]
-
-
-# --- packed samples --------------------------------------------------------------------------------
 
 
 @one_in(4, form=list(_samples("cpu")), taps=[2, 4, 8], layout=["last", "dense time"])
@@ -203,9 +197,6 @@ def test_the_kernel_of_the_reach_finds_each_sample(length):
         expected = reach_reference(taps, length, bounds, None)
         assert expected.max() < INVALID
         assert torch.equal(sample_reach(bounds.to(DEVICE), True, length, taps).cpu().long(), expected)
-
-
-# --- launch parameters, refusals -------------------------------------------------------------------
 
 
 @pytest.mark.kernels

@@ -296,9 +296,7 @@ def test_bad_arguments_are_refused(rule):
         "scale must be finite": {"scale": float("inf")},
         "use_qk_l2norm must be a bool": {"use_qk_l2norm": 1},
     }
-    on_cpu = {
-        "g must not be above 0, because a state must not grow, got 0.5": {"g": g.abs() + 0.5 - g.abs()},
-    }
+    on_cpu = {"g must not be above 0, because a state must not grow, got 0.5": {"g": g.abs() + 0.5 - g.abs()}}
     assert_refused(rule.op, inputs, changes | (on_cpu if DEVICE == "cpu" else {}))
     changes = {
         "cu_seqlens must be an int64 or int32 tensor": {"cu_seqlens": bounds(0.0, 6.0)},

@@ -97,8 +97,6 @@ def test_modules_have_the_parameters_of_transformers(mlp):
     torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-6)
 
 
-# --- clamped gates -------------------------------------------------------------------------------
-
 GATES = {
     "GPT-OSS": ClampedGate(1.5, 1.702, 1.0, is_interleaved=True),
     "MiniMax M3": ClampedGate(1.5, 1.702, 1.0),

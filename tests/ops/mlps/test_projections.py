@@ -48,9 +48,6 @@ def _is_one_node(outputs: tuple[Tensor, ...]) -> bool:
     return len({y.grad_fn for y in outputs}) == 1 and outputs[0].grad_fn.name() == "_LinearsBackward"
 
 
-# --- values and gradients ------------------------------------------------------------------------
-
-
 @pytest.mark.kernels
 @one_in(2, leading=[(1,), (33,), (2, 17), (2, 3, 5)], dtype=DTYPES, biases=BIASES)
 def test_linears_accuracy(leading, dtype, biases):
@@ -115,9 +112,6 @@ def test_outputs_may_be_written_in_place():
         outputs = [y.view(2, 7, -1, 4).mul_(i + 2.0) for i, y in enumerate(run(x, layers))]
         results.append(_step(lambda *_, outputs=outputs: outputs, x, layers))
     _assert_same(*results)
-
-
-# --- cases in which the layers are called --------------------------------------------------------
 
 
 class _Doubled(nn.Linear):

@@ -80,9 +80,6 @@ def test_rms_norm_module_has_the_default_epsilon_of_torch(dtype):
     torch.testing.assert_close(y.float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-# --- add_rms_norm ----------------------------------------------------------------------------------
-
-
 def _inputs_with_residual(shape: tuple[int, ...], dtypes: list[torch.dtype]) -> list[torch.Tensor]:
     x, weight = _inputs(shape, dtypes[0], dtypes[2])
     residual = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtypes[1]).requires_grad_()
@@ -164,9 +161,6 @@ def test_add_rms_norm_refuses_bad_input():
         r"weight must have shape \(8,\), got \(7,\)": {"weight": weight[:7]},
     }
     assert_refused(tigon.add_rms_norm, {"x": x, "residual": x, "weight": weight}, changes)
-
-
-# --- launch parameters ---------------------------------------------------------------------------
 
 
 @pytest.mark.kernels

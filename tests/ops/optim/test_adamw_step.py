@@ -62,9 +62,6 @@ def in_fp64(x: AdamWTensors, factor: float = 1.0, **options) -> tuple[torch.Tens
     return adamw_reference(p.double(), g, m.double(), v.double(), float(x.step), **(OPTIONS | options))
 
 
-# --- maths ---------------------------------------------------------------------------------------
-
-
 def assert_codes_are_near(x: AdamWTensors, m: torch.Tensor, v: torch.Tensor) -> None:
     """Compare codes with exact moments: half a step for m, which is rounded to nearest, and one step for v."""
     for codes, scale, exact, power, steps in (
@@ -172,9 +169,6 @@ def test_stochastic_rounding_is_that_of_the_reference(n):
     assert n < 100 or (x.param == other.param).float().mean() < 0.9
 
 
-# --- special values ------------------------------------------------------------------------------
-
-
 @pytest.mark.kernels
 def test_a_parameter_that_something_else_changed_restarts_its_master():
     x = make(256, "fp16", "fp32", "fp32")
@@ -228,9 +222,6 @@ def test_a_parameter_that_was_set_to_zero_stays_finite(step, zero):
     x.param.fill_(zero)
     step([x], **OPTIONS)
     assert x.param.isfinite().all()
-
-
-# --- one launch for all --------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -39,9 +39,6 @@ def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         assert torch.equal(p, q)
 
 
-# --- training --------------------------------------------------------------------------------------
-
-
 @every_format
 def test_formats_train_as_fp32_does(options):
     """After some steps, parameters lie within a step of those of torch in fp32, whose gradients are the same."""
@@ -166,9 +163,6 @@ def test_other_strides_take_the_reference(odd):
     torch.testing.assert_close(*results, rtol=2.0**-15, atol=5e-4)
 
 
-# --- state dicts -----------------------------------------------------------------------------------
-
-
 WAYS = [("state dict", name) for name in FORMATS] + [
     (way, name) for way in ("deepcopy", "pickle") for name in ("plain", "all")
 ]
@@ -266,9 +260,6 @@ def test_hooks_of_state_dicts_run():
     assert other.param_groups[0]["lr"] == 7.0
 
 
-# --- other groups and parameters ---------------------------------------------------------------------
-
-
 def test_an_infinite_limit_only_computes_the_norm():
     """One infinite gradient must not change the others."""
     first, *others = parameters = make_parameters()
@@ -279,9 +270,6 @@ def test_an_infinite_limit_only_computes_the_norm():
     optimizer.step()
     assert optimizer.grad_norm.isinf()
     assert all(p.isfinite().all() for p in others)
-
-
-# --- two ranks -------------------------------------------------------------------------------------
 
 
 def check_compact_shards(rank: int) -> None:

@@ -52,8 +52,6 @@ def assert_near(ours: list[nn.Parameter], theirs: list[nn.Parameter], lr: float)
         assert difference < 0.1 * update + rounding, (p.shape, difference / update)
 
 
-# --- training --------------------------------------------------------------------------------------
-
 TRAININGS = {
     "plain": {},
     "no decay": {"weight_decay": 0.0},
@@ -186,9 +184,6 @@ def test_gradients_and_versions():
         y.backward()
 
 
-# --- state dicts -----------------------------------------------------------------------------------
-
-
 @needs_torch_muon
 @pytest.mark.no_interpreter("States do not depend on kernels.")
 def test_state_dicts_are_exchanged_with_torch():
@@ -226,9 +221,6 @@ def test_copies_continue_the_training(duplicate):
     train(optimizer, 2, first=2)
     for p, q in zip(parameters, others, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
-
-
-# --- groups of AdamW -------------------------------------------------------------------------------
 
 
 def test_the_state_of_another_kind_of_group_is_refused():
@@ -274,17 +266,11 @@ def test_one_optimizer_trains_both_kinds_of_groups():
     assert optimizer.state[matrix].keys() == {"momentum_buffer"}
 
 
-# --- refusals --------------------------------------------------------------------------------------
-
-
 def test_a_captured_step_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="Muon: a CUDA graph cannot capture a step"):
         tigon.Muon(make_parameters()).step()
-
-
-# --- two ranks -------------------------------------------------------------------------------------
 
 
 def check_muon_shards(rank: int) -> None:

@@ -52,8 +52,6 @@ def test_groups_of_models_of_transformers():
         assert all(".norm" in name or "norm." in name for name in names_of(model, vectors))
 
 
-# --- refusals --------------------------------------------------------------------------------------
-
 TORCH = (3.4445, -4.7750, 2.0315)
 MATRIX = nn.Parameter(torch.zeros(4, 6))
 VECTOR = nn.Parameter(torch.zeros(3))

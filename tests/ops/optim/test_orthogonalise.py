@@ -26,9 +26,6 @@ POLAR_EXPRESS = [
 ]  # fmt: skip
 
 
-# --- the product -----------------------------------------------------------------------------------
-
-
 def make_matrices(batch: int, m: int, k: int, by_rows: bool, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(m + k)
     shape = (batch, m, k) if by_rows else (batch, k, m)
@@ -78,9 +75,6 @@ def test_only_the_half_below_the_diagonal_is_computed(blocks):
     torch.testing.assert_close(c, expected, rtol=2e-3, atol=2e-3)
     assert torch.equal(c, c.mT)
     assert not torch.allclose(c.float(), a.float() @ b.float().mT, atol=1e-2)
-
-
-# --- the orthogonalisation -------------------------------------------------------------------------
 
 
 def spectrum(name: str, m: int) -> torch.Tensor:

@@ -60,9 +60,6 @@ def test_qk_norm_rope_accepts_sections(layout, weights):
     assert_as_accurate_as_eager(*_both(layout=layout, sections=(2, 3, 3)), inputs)
 
 
-# --- the modules and functions of Hugging Face ---------------------------------------------------
-
-
 def _stock(model: str, norm: str, together: bool, q_weight, k_weight):
     """Return the queries and keys that an attention computes from its projections [B, S, H D] for its scores."""
     pytest.importorskip("transformers")
@@ -103,9 +100,6 @@ def test_qk_norm_rope_agrees_with_modules_of_transformers(model, norm, weights, 
     assert all(torch.equal(a, b) for a, b in zip(results[0], expected[0], strict=True))
     assert_close(results, expected)
     assert_close(outputs_and_gradients(op, inputs), expected)
-
-
-# --- missing inputs, frozen inputs and strides ---------------------------------------------------
 
 
 @pytest.mark.kernels

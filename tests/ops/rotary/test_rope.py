@@ -55,9 +55,6 @@ def test_rope_accuracy_with_sections(sections, layout, shared):
     assert_as_accurate_as_eager(*_both(layout=layout, sections=sections), inputs)
 
 
-# --- the functions of Hugging Face ---------------------------------------------------------------
-
-
 def _model(name: str):
     pytest.importorskip("transformers")
     return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
@@ -162,9 +159,6 @@ def test_rope_agrees_with_a_function_of_transformers_for_one_tensor():
     tables = _tables(_frequencies())
     expected = outputs_and_gradients(lambda q: _model("gemma3n").apply_rotary_pos_emb(q, *tables), [q])
     assert_close(outputs_and_gradients(lambda q: tigon.rope(q, None, *tables)[0], [q]), expected)
-
-
-# --- tables, strides, frozen inputs --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

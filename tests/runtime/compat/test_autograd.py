@@ -116,9 +116,6 @@ def test_active_transforms_are_recognised():
     assert results == [False, True, True, False]
 
 
-# --- a torch without the names ---------------------------------------------------------------------
-
-
 def test_gradients_use_new_memory_if_retained_graphs_are_not_recognised(monkeypatch, import_again):
     monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
     assert import_again(autograd).keeps_graph() is True

@@ -1,8 +1,6 @@
 """The private names of torch about graphs give known answers, and Tigon works, or refuses clearly, without them."""
 
-import subprocess
 import sys
-import textwrap
 import weakref
 
 import pytest
@@ -94,18 +92,6 @@ def test_guards_and_their_places_are_those_of_the_class_of_torch(run):
     assert records[0][1]
 
 
-def test_symbolic_sizes_do_not_import_the_compiler():
-    code = """
-        import sys, torch
-        from tigon.recognition.probing.symbolic import find_size_use
-        inputs = (torch.zeros(2, 3, 4),)
-        decision = find_size_use(lambda x: x + 1 if x.shape[1] > 40 else x, lambda x: x + 1, inputs, any_width=False)
-        assert "size(1) > 40" in decision, decision
-        assert not {"networkx", "torch.export._trace", "torch._inductor.codecache"} & sys.modules.keys()
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
-
-
 class _Guarded:
     """While Dynamo traces `holds`, the local variables of that method are recorded."""
 
@@ -180,9 +166,6 @@ def test_a_guard_of_a_graph_is_called_before_each_run_and_recompiles_the_graph()
         run(torch.ones(2))
         assert calls[-1] is owner
         assert len(traced_graphs) == count
-
-
-# --- a torch without the names ---------------------------------------------------------------------
 
 
 def test_symbolic_runs_are_refused_by_name_if_a_name_is_missing(monkeypatch):

@@ -55,9 +55,6 @@ def test_a_replica_of_data_parallel_is_recognised():
     assert modules.is_replica(getattr(module, modules.REPLICATE)())
 
 
-# --- a torch without the names ---------------------------------------------------------------------
-
-
 def test_missing_global_hooks_count_as_a_hook(monkeypatch, import_again):
     monkeypatch.delattr(nn.modules.module, "_global_forward_hooks")
     assert import_again(modules).any_global_hook()

@@ -90,9 +90,6 @@ def test_operators_and_namespaces_have_the_known_types():
     assert not isinstance(torch.nn, operators.NAMESPACE_TYPES)
 
 
-# --- a torch without the names ---------------------------------------------------------------------
-
-
 def test_any_mode_may_change_results_if_the_modes_are_not_listed(monkeypatch, import_again):
     monkeypatch.delattr(torch.overrides, "_get_current_function_mode_stack")
     module = import_again(operators)
