@@ -17,13 +17,10 @@ from tigon.cli.main import run_application
 
 # The function with which the work of each command begins. `inspect MODEL` and `env` take seconds, so they run in full.
 WORK = {
-    "benchmarks demo": "benchmarks.train.plan.tokenise",
-    "plan": "tigon.cli.plan.planner.plan",
-    "benchmarks ops": "benchmarks.ops.session._run",
-    "benchmarks train": "benchmarks.train.plan.tokenise",
-    "check": "tigon.cli.check.command.run_checks",
-    "benchmarks resources": "benchmarks.compile.command._compile_all",
-}
+    "benchmarks demo": "benchmarks.train.plan.tokenise", "plan": "tigon.cli.plan.planner.plan",
+    "benchmarks ops": "benchmarks.ops.session._run", "benchmarks train": "benchmarks.train.plan.tokenise",
+    "check": "tigon.cli.check.command.run_checks", "benchmarks resources": "benchmarks.compile.command._compile_all",
+}  # fmt: skip
 
 
 class WorkBegins(BaseException):

@@ -22,8 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 MARKERS = {
     "kernels": "the test shows something only where kernels run: in the interpreter or on a GPU. On a CPU many ops run "
     "their reference, and the test would compare a reference with itself; tests/ops/test_references.py has one test "
-    "per op for that case",
-    "interpreter": "the test runs kernels on CPU tensors, which only the interpreter does",
+    "per op for that case", "interpreter": "the test runs kernels on CPU tensors, which only the interpreter does",
     "no_interpreter(reason)": "the run in the interpreter leaves the test out, because the test launches no kernel or "
     "because the interpreter cannot show what it checks (compiled code, bf16, memory, threads)",
     "gpu": "the test needs a GPU",
@@ -35,7 +34,7 @@ MARKERS = {
     "thorough_in_interpreter": "the test is thorough in the run in the interpreter, where it takes many seconds",
     "probes": "the test patches models whose modules must be recognised anew, see tests/remembered.py",
     "deepspeed": "the test needs DeepSpeed, which `make test-deepspeed` installs",
-}
+}  # fmt: skip
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None

@@ -48,12 +48,11 @@ def make_inputs(
     (key_heads, value_heads), (key_size, value_size) = heads, sizes
     features = (key_size,) if rule.has_feature_decay else ()
     tensors = {
-        "q": normal(batch, tokens, key_heads, key_size),
-        "k": normal(batch, tokens, key_heads, key_size),
+        "q": normal(batch, tokens, key_heads, key_size), "k": normal(batch, tokens, key_heads, key_size),
         "v": normal(batch, tokens, value_heads, value_size),
         "g": -F.softplus(normal(batch, tokens, value_heads, *features) - 1),
         "beta": normal(batch, tokens, value_heads).sigmoid(),
-    }
+    }  # fmt: skip
     tensors = {name: x.to(DEVICE, dtype) for name, x in tensors.items()}
     tensors["initial_state"] = normal(samples or batch, value_heads, key_size, value_size).to(DEVICE)
     return {name: x.requires_grad_() for name, x in tensors.items()}

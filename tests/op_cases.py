@@ -14,19 +14,9 @@ from benchmarks.workloads import WORKLOADS
 from variant_case import VariantCase, as_list, assert_as_accurate_as_eager, outputs_and_gradients
 
 __all__ = [
-    "CASES",
-    "DEVICE",
-    "DTYPES",
-    "INTERPRETED",
-    "Case",
-    "as_list",
-    "assert_as_accurate_as_eager",
-    "assert_refused",
-    "every_case",
-    "every_op",
-    "one_in",
-    "outputs_and_gradients",
-]
+    "CASES", "DEVICE", "DTYPES", "INTERPRETED", "Case", "as_list", "assert_as_accurate_as_eager", "assert_refused",
+    "every_case", "every_op", "one_in", "outputs_and_gradients",
+]  # fmt: skip
 
 # The interpreter truncates bf16 stores and computes products of bf16 wrongly, so it does not run cases in bf16.
 INTERPRETED = tigon.runtime.device.INTERPRETED

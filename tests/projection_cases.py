@@ -24,9 +24,8 @@ def rebuild(tensors: Iterable[Any], projections: Sequence[Projection]) -> list[P
     replace = lambda tensor: None if tensor is None else next(values)
     return [
         Projection(
-            replace(weight),
-            replace(bias),
+            replace(weight), replace(bias),
             tuple(Adapter(replace(a), replace(b), scale, replace(c), dropout) for a, b, scale, c, dropout in adapters),
         )
         for weight, bias, adapters in projections
-    ]
+    ]  # fmt: skip

@@ -8,13 +8,11 @@ from op_cases import DEVICE
 LAYOUTS = ["split_half", "interleaved", "deinterleaved"]
 # B, Hq, Hk, S, D and R.
 SIZES = {
-    "equal heads": (2, 4, 4, 3, 16, 16),
-    "head counts that fill no tile": (1, 14, 2, 5, 64, 64),
-    "a part of the head": (2, 3, 1, 4, 80, 32),
-    "odd sizes": (1, 2, 1, 3, 10, 6),
+    "equal heads": (2, 4, 4, 3, 16, 16), "head counts that fill no tile": (1, 14, 2, 5, 64, 64),
+    "a part of the head": (2, 3, 1, 4, 80, 32), "odd sizes": (1, 2, 1, 3, 10, 6),
     "wide heads": (1, 40 if DEVICE == "cuda" else 9, 8 if DEVICE == "cuda" else 2, 2, 256, 256),
     "one of each": (1, 1, 1, 1, 2, 2),
-}
+}  # fmt: skip
 
 
 def make_inputs(

@@ -190,15 +190,10 @@ def test_commands_are_in_bash_blocks(page):
 @pytest.mark.parametrize(
     ("command", "covered"),
     [
-        ("tigon inspect Llama-3-8B", True),
-        ("tigon inspect no-such-model", False),
-        ("tigon plan llama --seq 0", False),
-        ("make test", True),
-        ("make bench", False),
-        ("python examples/trainer.py", True),
-        ("python examples/time_fp8.py", False),
-        ("pip install '.[hf]'", False),
+        ("tigon inspect Llama-3-8B", True), ("tigon inspect no-such-model", False), ("tigon plan llama --seq 0", False),
+        ("make test", True), ("make bench", False), ("python examples/trainer.py", True),
+        ("python examples/time_fp8.py", False), ("pip install '.[hf]'", False),
     ],
-)
+)  # fmt: skip
 def test_what_counts_as_covered(command, covered, monkeypatch, tmp_path):
     assert _is_covered(_words(command), monkeypatch, tmp_path) == covered

@@ -83,17 +83,14 @@ def assert_same_bits(model, **options):
 
 
 CASES = {
-    "full": (make_model, {}),
-    "tied": (lambda: make_model(tie_word_embeddings=True), {}),
-    "lean": (make_model, {"memory": "lean"}),
-    "lean+mlp": (make_model, {"memory": "lean+mlp"}),
+    "full": (make_model, {}), "tied": (lambda: make_model(tie_word_embeddings=True), {}),
+    "lean": (make_model, {"memory": "lean"}), "lean+mlp": (make_model, {"memory": "lean+mlp"}),
     "checkpoint": (make_model, {"memory": "checkpoint"}),
     "checkpoint+attention": (make_model, {"memory": "checkpoint+attention"}),
-    "LoRA": (lambda: with_lora(make_model()), {}),
-    "LoRA, lean": (lambda: with_lora(make_model()), {"memory": "lean"}),
+    "LoRA": (lambda: with_lora(make_model()), {}), "LoRA, lean": (lambda: with_lora(make_model()), {"memory": "lean"}),
     "LoRA, lean, dropout": (lambda: with_lora(make_model(attention_dropout=0.2), 0.1), {"memory": "lean"}),
     "LoRA, checkpoint, dropout": (lambda: with_lora(make_model(), 0.1), {"memory": "checkpoint"}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "options"), CASES.values(), ids=CASES)

@@ -32,20 +32,17 @@ def _error(actual: Tensor, exact: Tensor) -> float:
 
 
 SIZES = [
-    pytest.param((1024, 1024, 4096), id="plain"),
-    pytest.param((512, 512, 512), id="the smallest"),
-    pytest.param((513, 1001, 4099), id="odd"),
-    pytest.param((640, 2304, 32000), id="a head"),
+    pytest.param((1024, 1024, 4096), id="plain"), pytest.param((512, 512, 512), id="the smallest"),
+    pytest.param((513, 1001, 4099), id="odd"), pytest.param((640, 2304, 32000), id="a head"),
     pytest.param((7, 300, 1000), id="short"),
-]
+]  # fmt: skip
 KINDS = {
-    "logits": lambda m, k, n: (_matrix(m, k), _matrix(n, k).t()),
-    "dx": lambda m, k, n: (_matrix(m, k), _matrix(k, n)),
+    "logits": lambda m, k, n: (_matrix(m, k), _matrix(n, k).t()), "dx": lambda m, k, n: (_matrix(m, k), _matrix(k, n)),
     "dw": lambda m, k, n: (_matrix(k, m).t(), _matrix(k, n)),
     "some columns": lambda m, k, n: (_matrix(m, k + 72)[:, 8:-64], _matrix(k, n)),
     "off by one": lambda m, k, n: (_matrix(m, k, offset=1), _matrix(n, k, offset=3).t()),
     "gaps": lambda m, k, n: (_matrix(m, 2 * k)[:, ::2], _matrix(k, n)),
-}
+}  # fmt: skip
 
 
 def _matrix(rows: int, columns: int, dtype: torch.dtype = BF16, offset: int = 0) -> Tensor:

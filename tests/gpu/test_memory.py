@@ -148,11 +148,10 @@ def test_a_copy_of_the_weight_gives_the_same_bits(n, op):
 
 # The level, the model, and its sizes beyond those of the other tests.
 STEPS = {
-    "default": ("default", "llama", {}),
-    "lean": ("lean", "llama", {}),
+    "default": ("default", "llama", {}), "lean": ("lean", "llama", {}),
     "experts": ("default", "qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 256}),
     "experts with biases": ("default", "gpt_oss", {"num_local_experts": 8, "attention": "eager"}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("level", "model_type", "sizes"), STEPS.values(), ids=STEPS)

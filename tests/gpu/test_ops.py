@@ -156,19 +156,14 @@ def _heads_and_tables(heads: tuple[int, int], d: int, r: int, weights: tuple[int
 
 # Heads, their size, the rotated features, options, and the heads of the weights of a norm.
 ROTATIONS = [
-    ((32, 8), 128, 128, {}, ()),
-    ((32, 2), 128, 64, {"layout": "interleaved"}, ()),
-    ((128, 1), 64, 64, {"layout": "deinterleaved"}, ()),
-    ((28, 4), 128, 128, {"sections": (16, 24, 24)}, ()),
-    ((32, 8), 128, 128, {"sections": (1,) * 60 + (4,)}, ()),
-    ((32, 8), 128, 128, {}, (1, 1)),
+    ((32, 8), 128, 128, {}, ()), ((32, 2), 128, 64, {"layout": "interleaved"}, ()),
+    ((128, 1), 64, 64, {"layout": "deinterleaved"}, ()), ((28, 4), 128, 128, {"sections": (16, 24, 24)}, ()),
+    ((32, 8), 128, 128, {"sections": (1,) * 60 + (4,)}, ()), ((32, 8), 128, 128, {}, (1, 1)),
     ((8, 4), 256, 256, {"offset": 1.0, "rounding": "after_weight"}, (1, 1)),
-    ((16, 2), 256, 64, {"offset": 1.0}, (1, 1)),
-    ((32, 8), 128, 128, {"layout": "interleaved"}, (1, 1)),
+    ((16, 2), 256, 64, {"offset": 1.0}, (1, 1)), ((32, 8), 128, 128, {"layout": "interleaved"}, (1, 1)),
     ((32, 32), 128, 128, {"rounding": "after_weight"}, (32, 32)),
-    ((40, 8), 128, 128, {"rounding": "after_weight"}, (40, 8)),
-    ((128, 8), 128, 128, {}, (128, 8)),
-]
+    ((40, 8), 128, 128, {"rounding": "after_weight"}, (40, 8)), ((128, 8), 128, 128, {}, (128, 8)),
+]  # fmt: skip
 
 
 def _rotations() -> Iterator[Real]:
@@ -228,11 +223,9 @@ def _losses() -> Iterator[Real]:
 DIVERGENCES = {
     "kl_div": (tigon.kl_div, kl_div_reference, {"log_target": True}),
     "kl_div of probabilities": (tigon.kl_div, kl_div_reference, {}),
-    "jsd 0.1": (tigon.jsd, jsd_reference, {"beta": 0.1}),
-    "jsd 0.5": (tigon.jsd, jsd_reference, {}),
-    "reverse KL": (tigon.jsd, jsd_reference, {"beta": 1.0}),
-    "tvd": (tigon.tvd, tvd_reference, {}),
-}
+    "jsd 0.1": (tigon.jsd, jsd_reference, {"beta": 0.1}), "jsd 0.5": (tigon.jsd, jsd_reference, {}),
+    "reverse KL": (tigon.jsd, jsd_reference, {"beta": 1.0}), "tvd": (tigon.tvd, tvd_reference, {}),
+}  # fmt: skip
 
 
 def _distributions(form: str, vocabulary: int, dtype: torch.dtype, from_logits: bool) -> list[Tensor]:
@@ -287,13 +280,10 @@ def _convolve(x: Tensor) -> Tensor:
 
 # For each op of rows: the width, and how many of its inputs have rows.
 ROWS = {
-    "causal_conv1d": (_convolve, 8192, 1),
-    "rms_norm": (lambda x: tigon.rms_norm(x, None), 4096, 1),
-    "swiglu": (tigon.swiglu, 8192, 2),
-    "relu2": (tigon.relu2, 8192, 1),
-    "softmax": (tigon.softmax, 8192, 1),
+    "causal_conv1d": (_convolve, 8192, 1), "rms_norm": (lambda x: tigon.rms_norm(x, None), 4096, 1),
+    "swiglu": (tigon.swiglu, 8192, 2), "relu2": (tigon.relu2, 8192, 1), "softmax": (tigon.softmax, 8192, 1),
     "softmax of wide rows": (tigon.softmax, 40960, 1),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("run", "width", "count"), ROWS.values(), ids=ROWS)

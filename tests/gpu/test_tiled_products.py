@@ -83,13 +83,10 @@ def _gradient(factors: Factors, dtype: torch.dtype) -> Tensor:
 
 # Sizes of N and M, which fill no tile or several of them. A tile has 256 columns, and a step 64 features.
 SHAPES = {
-    "no full tile": (UNEVEN, 72, 264),
-    "small": (UNEVEN, 8, 8),
-    "three columns": (UNEVEN, 200, 520),
-    "full tiles": (UNEVEN, 192, 512),
-    "several tiles of a program": (MANY_TILES, 520, 1288),
+    "no full tile": (UNEVEN, 72, 264), "small": (UNEVEN, 8, 8), "three columns": (UNEVEN, 200, 520),
+    "full tiles": (UNEVEN, 192, 512), "several tiles of a program": (MANY_TILES, 520, 1288),
     "no rows": ((0, 0), 128, 256),
-}
+}  # fmt: skip
 
 
 @every_dtype
@@ -104,10 +101,9 @@ def test_products_are_as_accurate_as_those_of_torch(shape, dtype, poisoned):
 
 @every_dtype
 @pytest.mark.parametrize(
-    "shape",
-    [(UNEVEN, 64, 264), (UNEVEN, 128, 8), (UNEVEN, 192, 520), (MANY_TILES, 512, 1288)],
+    "shape", [(UNEVEN, 64, 264), (UNEVEN, 128, 8), (UNEVEN, 192, 520), (MANY_TILES, 512, 1288)],
     ids=["one step", "small", "three columns", "several tiles of a program"],
-)
+)  # fmt: skip
 def test_products_with_weights_stored_by_rows_have_the_same_bits(shape, dtype, poisoned):
     """The kernel adds in the same order, and the products of weights stored by columns are accurate."""
     factors = _factors(*shape, dtype, extra=torch.nan)

@@ -87,12 +87,11 @@ DPO_CALLS = [
     _call(losses.dpo_loss, "no reference", _plain(beta=0.5)),
     _call(losses.dpo_loss, "several", _dpo(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0])),
     _call(
-        losses.dpo_loss,
-        "use_weighting",
+        losses.dpo_loss, "use_weighting",
         lambda x: _dpo(loss_type="hinge", use_weighting=True)(x) | {"log_sum_sq_probs": x.normal("squares", 0.3, -1.0)},
         stops_gradient=True,
     ),
-]
+]  # fmt: skip
 OTHER_PREFERENCE_CALLS = [
     _call(losses.orpo_loss, "", _plain(beta=0.5)),
     _call(losses.orpo_loss, "nll_mask", lambda x: _base(x) | {"nll_mask": x.mask & (x.normal("nll") > -0.5)}),
@@ -109,12 +108,9 @@ _ZERO = {"zero_without_tokens": True}
 POLICY_CALLS = [
     _call(losses.ppo_loss, "", _policy(per_token=True, epsilon=0.1, epsilon_high=0.3, delta=1.5), **_ZERO),
     _call(
-        losses.ppo_value_loss,
-        "",
+        losses.ppo_value_loss, "",
         lambda x: {
-            "values": x.normal("values"),
-            "returns": x.normal("returns"),
-            "mask": x.mask,
+            "values": x.normal("values"), "returns": x.normal("returns"), "mask": x.mask,
             "old_values": x.normal("values") + x.normal("old values", 0.3),
         },
         **_ZERO,
@@ -135,16 +131,12 @@ POLICY_CALLS = [
     _call(losses.grpo_loss, "entropy", _grpo(entropy_coef=0.1, top_entropy_quantile=0.4), **_ZERO),
     _call(losses.grpo_loss, "off-policy", _grpo(off_policy_mask_threshold=0.0), **_ZERO),
     _call(
-        losses.grpo_loss,
-        "sampling ratio",
-        lambda x: _grpo(loss_type="grpo")(x) | {"importance_sampling_ratio": x.per_sequence("ratios").abs()},
-        **_ZERO,
+        losses.grpo_loss, "sampling ratio",
+        lambda x: _grpo(loss_type="grpo")(x) | {"importance_sampling_ratio": x.per_sequence("ratios").abs()}, **_ZERO,
     ),
     _call(
-        losses.grpo_loss,
-        "sampling ratio of tokens",
-        lambda x: _grpo(loss_type="gspo")(x) | {"importance_sampling_ratio": x.normal("ratios").abs()},
-        **_ZERO,
+        losses.grpo_loss, "sampling ratio of tokens",
+        lambda x: _grpo(loss_type="gspo")(x) | {"importance_sampling_ratio": x.normal("ratios").abs()}, **_ZERO,
     ),
-]
+]  # fmt: skip
 CALLS = [*DPO_CALLS, *OTHER_PREFERENCE_CALLS, *POLICY_CALLS]

@@ -54,13 +54,9 @@ class _Model(nn.Module):
 def _trainer(**settings):
     metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
     return SimpleNamespace(
-        accelerator=_Accelerator(),
-        aux_loss_enabled=False,
-        _metrics=metrics,
-        _total_train_tokens=0,
-        _tp_size=1,
+        accelerator=_Accelerator(), aux_loss_enabled=False, _metrics=metrics, _total_train_tokens=0, _tp_size=1,
         **settings,
-    )
+    )  # fmt: skip
 
 
 def _inputs(x: Tokens) -> dict[str, Tensor]:
@@ -68,10 +64,9 @@ def _inputs(x: Tokens) -> dict[str, Tensor]:
     shape = len(x.mask), x.mask.shape[1] + 1
     first = torch.zeros(shape[0], 1, dtype=torch.int64)
     return {
-        "input_ids": torch.ones(shape, dtype=torch.int64),
-        "attention_mask": torch.ones(shape, dtype=torch.int64),
+        "input_ids": torch.ones(shape, dtype=torch.int64), "attention_mask": torch.ones(shape, dtype=torch.int64),
         "completion_mask": torch.cat((first, x.mask.long()), 1),
-    }
+    }  # fmt: skip
 
 
 def _assert_same(
@@ -302,12 +297,8 @@ def _grpo_cases():
     yield {"loss_type": "dapo", "top_entropy_quantile": 0.0}
     yield {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.7}
     yield {
-        "loss_type": "vespo",
-        "vespo_k_pos": 1.5,
-        "vespo_lambda_pos": 0.5,
-        "vespo_k_neg": 0.3,
-        "vespo_lambda_neg": 0.0,
-    }
+        "loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.3, "vespo_lambda_neg": 0.0,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", list(_grpo_cases()), ids=_name)

@@ -104,23 +104,19 @@ def copies(monkeypatch) -> Iterator[list[tuple[str, int]]]:
 @pytest.mark.parametrize(
     ("level", "repeated"),
     [
-        ("default", 0),
-        ("checkpoint", 3),
-        ("checkpoint+attention", 0),
-        ("checkpoint+attention:2", 1),
+        ("default", 0), ("checkpoint", 3), ("checkpoint+attention", 0), ("checkpoint+attention:2", 1),
         ("checkpoint+attention:1+offload:2", 2),
     ],
-)
+)  # fmt: skip
 def test_backward_calls_attention_again_only_in_layers_without_saved_outputs(level, repeated):
     """The last of four layers runs once at every level."""
     assert count_calls(make_model(level)) == LAYERS + repeated
 
 
 @one_in(
-    6,
-    model_type=["llama", "qwen3", "olmo2", "phi3", "gpt2", "mixtral"],
+    6, model_type=["llama", "qwen3", "olmo2", "phi3", "gpt2", "mixtral"],
     level=["checkpoint+attention", "checkpoint+attention+offload"],
-)
+)  # fmt: skip
 def test_steps_have_the_bits_of_other_levels(model_type, level, copies):
     """GPT-2 has dropout outside of attention, and the second run of a layer draws the same random numbers."""
     options = {"attn_pdrop": 0.0} if model_type == "gpt2" else {}
@@ -292,10 +288,9 @@ def gradients_of(use, level: str) -> tuple[list[Tensor | None], int]:
 
 
 @one_in(
-    5,
-    use={use.__name__: use for use in USES},
+    5, use={use.__name__: use for use in USES},
     level=["lean", "lean+mlp", "checkpoint", "checkpoint+attention", "checkpoint+attention+offload"],
-)
+)  # fmt: skip
 def test_every_use_has_the_bits_of_the_default_level(use, level, copies):
     gradients, calls = gradients_of.__wrapped__(use, level)
     assert_same_bits(gradients, gradients_of(use, "default")[0])

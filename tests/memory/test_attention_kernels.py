@@ -50,14 +50,11 @@ def test_attention_without_a_kernel_warns_once():
 @pytest.mark.parametrize(
     ("name", "dropout"),
     [
-        ("_scaled_dot_product_flash_attention", 3),
-        ("_scaled_dot_product_efficient_attention", 5),
-        ("_scaled_dot_product_cudnn_attention", 5),
-        ("_scaled_dot_product_fused_attention_overrideable", 4),
-        ("_scaled_dot_product_flash_attention_for_cpu", 3),
-        ("_flash_attention_forward", 7),
+        ("_scaled_dot_product_flash_attention", 3), ("_scaled_dot_product_efficient_attention", 5),
+        ("_scaled_dot_product_cudnn_attention", 5), ("_scaled_dot_product_fused_attention_overrideable", 4),
+        ("_scaled_dot_product_flash_attention_for_cpu", 3), ("_flash_attention_forward", 7),
     ],
-)
+)  # fmt: skip
 def test_outputs_of_kernels_with_dropout_are_not_saved(name, dropout):
     kernel = find_kernel(getattr(torch.ops.aten, name).default)
     args = [None] * dropout

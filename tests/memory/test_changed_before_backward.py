@@ -47,13 +47,12 @@ def replace_the_call(model):
 
 ADAPTERS = {
     "adapters off": lambda m: m.base_model.disable_adapter_layers(),
-    "another adapter": lambda m: m.set_adapter("other1"),
-    "merged": lambda m: m.merge_adapter(),
+    "another adapter": lambda m: m.set_adapter("other1"), "merged": lambda m: m.merge_adapter(),
     "another scale": lambda m: gate(m).scaling.update(default=7.0),
     "a deleted adapter": lambda m: m.delete_adapter("default"),
     "a written adapter": lambda m: gate(m).lora_B["default"].weight.detach().add_(1.0),
     "dropout": lambda m: gate(m).lora_dropout.update({"default": nn.Dropout(0.5)}),
-}
+}  # fmt: skip
 PLAIN = {
     "another weight": lambda m: setattr(gate(m), "weight", nn.Parameter(torch.zeros_like(gate(m).weight))),
     "a written weight": lambda m: gate(m).weight.detach().mul_(2.0),
@@ -61,9 +60,8 @@ PLAIN = {
     "an assigned forward": lambda m: setattr(gate(m), "forward", lambda x: torch.zeros(*x.shape[:-1], 48)),
     "a hook": lambda m: gate(m).register_forward_hook(lambda module, args, y: 2 * y),
     "a pre-hook": lambda m: gate(m).register_forward_pre_hook(lambda module, args: (2 * args[0],)),
-    "another class": lambda m: setattr(gate(m), "__class__", Halved),
-    "another call": replace_the_call,
-}
+    "another class": lambda m: setattr(gate(m), "__class__", Halved), "another call": replace_the_call,
+}  # fmt: skip
 # The number of adapters of the model, and the change.
 CASES = [(2, change) for change in ADAPTERS.values()] + [(0, change) for change in PLAIN.values()]
 
@@ -129,10 +127,9 @@ WITHOUT_EFFECT = {
     "a run of the reference": run_a_reference,
     "another adapter and back": lambda m: (m.set_adapter("other1"), m.set_adapter("default")),
     "adapters that are on": lambda m: m.base_model.enable_adapter_layers(),
-    "an attribute": lambda m: setattr(gate(m), "ds_grads_remaining", 3),
-    "other data": exchange_the_data,
+    "an attribute": lambda m: setattr(gate(m), "ds_grads_remaining", 3), "other data": exchange_the_data,
     "a hook of an engine": hook_of_an_engine,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", WITHOUT_EFFECT.values(), ids=WITHOUT_EFFECT)

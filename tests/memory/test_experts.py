@@ -21,13 +21,11 @@ def _interleaved(h: Tensor) -> Tensor:
 
 
 LAYOUTS = {
-    "plain": {},
-    "transposed, biases, gelu": {"transposed": True, "biases": True, "activation": "gelu"},
-    "no gate": {"activation": "relu2"},
-    "weighted inputs": {"weight_inputs": True},
+    "plain": {}, "transposed, biases, gelu": {"transposed": True, "biases": True, "activation": "gelu"},
+    "no gate": {"activation": "relu2"}, "weighted inputs": {"weight_inputs": True},
     "a function": {"activation": _interleaved},
     "a function, transposed, biases": {"activation": _interleaved, "transposed": True, "biases": True},
-}
+}  # fmt: skip
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
@@ -89,14 +87,12 @@ def test_experts_save_only_their_input(layout):
 
 
 FROZEN = {
-    "nothing": (),
-    "x": ("x",),
-    "the experts": ("up_proj", "down_proj", "up_bias", "down_bias"),
+    "nothing": (), "x": ("x",), "the experts": ("up_proj", "down_proj", "up_bias", "down_bias"),
     "all but the router": ("x", "up_proj", "down_proj", "up_bias", "down_bias"),
     "all but up": ("x", "down_proj", "top_k_weights", "up_bias", "down_bias"),
     "all but down": ("x", "up_proj", "top_k_weights", "up_bias", "down_bias"),
     "all but the last bias": ("x", "up_proj", "down_proj", "top_k_weights", "up_bias"),
-}
+}  # fmt: skip
 
 
 def _gradients(run: Callable[[], Tensor], leaves: list[Tensor], calls: int = 1, **options: bool) -> list[Tensor | None]:
@@ -164,11 +160,9 @@ def _adapted(dtype: torch.dtype, trains: bool, activation: object) -> tuple[Call
 
 
 ADAPTED = {
-    "frozen, bf16": (torch.bfloat16, False, "silu"),
-    "trained, bf16": (torch.bfloat16, True, "silu"),
-    "a function, bf16": (torch.bfloat16, False, _interleaved),
-    "frozen, fp32": (torch.float32, False, "silu"),
-}
+    "frozen, bf16": (torch.bfloat16, False, "silu"), "trained, bf16": (torch.bfloat16, True, "silu"),
+    "a function, bf16": (torch.bfloat16, False, _interleaved), "frozen, fp32": (torch.float32, False, "silu"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ADAPTED.values(), ids=ADAPTED)

@@ -79,14 +79,10 @@ def test_every_backward_recomputes_once():
 
 
 VIEWS = {
-    "view": lambda y: y.view(-1, WIDTH),
-    "transposed": lambda y: y.reshape(2, 3, 4, 4).transpose(1, 2),
-    "slice": lambda y: y[:, 1:, ::2],
-    "detached": lambda y: y.detach(),
-    "half": lambda y: y.chunk(2, -1)[1],
-    "expanded": lambda y: y[None].expand(5, *y.shape),
-    "of another dtype": lambda y: y.detach().view(torch.int32),
-}
+    "view": lambda y: y.view(-1, WIDTH), "transposed": lambda y: y.reshape(2, 3, 4, 4).transpose(1, 2),
+    "slice": lambda y: y[:, 1:, ::2], "detached": lambda y: y.detach(), "half": lambda y: y.chunk(2, -1)[1],
+    "expanded": lambda y: y[None].expand(5, *y.shape), "of another dtype": lambda y: y.detach().view(torch.int32),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
@@ -147,10 +143,9 @@ def write(y: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [write, lambda y: write(y.detach()), lambda y: write(y.view(-1)), lambda y: y.add_(1)],
+    "change", [write, lambda y: write(y.detach()), lambda y: write(y.view(-1)), lambda y: y.add_(1)],
     ids=["without gradient", "detached", "a view", "with gradient"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("alias", [lambda y: y, lambda y: y.data], ids=["itself", "data"])
 @pytest.mark.sampled(in_interpreter=3)
 def test_results_that_were_written_before_they_are_saved_stay_saved(change, alias):

@@ -11,15 +11,12 @@ from tigon import Memory
 from tigon.memory.levels import MEMORY, check_memory, parse_memory
 
 NAMES = {
-    "default": Memory(),
-    "lean": Memory("lean"),
-    "lean+mlp": Memory("lean", mlp=True),
-    "lean+mlp:1": Memory("lean", mlp=1),
-    "checkpoint+offload": Memory("checkpoint", offload=True),
+    "default": Memory(), "lean": Memory("lean"), "lean+mlp": Memory("lean", mlp=True),
+    "lean+mlp:1": Memory("lean", mlp=1), "checkpoint+offload": Memory("checkpoint", offload=True),
     "checkpoint+attention:3": Memory("checkpoint", attention=3),
     "checkpoint+attention+offload:5": Memory("checkpoint", attention=True, offload=5),
     "checkpoint+attention:3+offload:5": Memory("checkpoint", attention=3, offload=5),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -78,22 +78,17 @@ CASES = {
     "gated_rms_norm": product_of(tigon.gated_rms_norm, "x", "x", "w"),
     "gated_rms_norm, gate first": product_of(functools.partial(tigon.gated_rms_norm, gate_first=True), "x", "x", "w"),
     "layer_norm": product_of(tigon.layer_norm, "x", "w", "w"),
-    "layer_norm, no weight": product_of(tigon.layer_norm, "x"),
-    "swiglu": product_of(tigon.swiglu, "x", "x"),
-    "swiglu, packed": product_of(tigon.swiglu, "packed"),
-    "geglu": product_of(tigon.geglu, "x", "x"),
+    "layer_norm, no weight": product_of(tigon.layer_norm, "x"), "swiglu": product_of(tigon.swiglu, "x", "x"),
+    "swiglu, packed": product_of(tigon.swiglu, "packed"), "geglu": product_of(tigon.geglu, "x", "x"),
     "geglu, tanh": product_of(functools.partial(tigon.geglu, approximate="tanh"), "x", "x"),
-    "gelu": product_of(tigon.gelu, "x"),
-    "relu2": product_of(tigon.relu2, "x"),
+    "gelu": product_of(tigon.gelu, "x"), "relu2": product_of(tigon.relu2, "x"),
     "causal_conv1d": product_of(lambda x, w: tigon.causal_conv1d(x, w), "x", "taps"),
     "causal_conv1d, channels first": product_of(
         lambda x, w: tigon.causal_conv1d(x.mT, w, channels_last=False).mT, "x", "taps"
     ),
-    "add_rms_norm": added_norm,
-    "gated norm": gated_norm,
-    "qk_norm_rope": normed_heads,
+    "add_rms_norm": added_norm, "gated norm": gated_norm, "qk_norm_rope": normed_heads,
     "norms of heads, then rope": norms_then_rope,
-}
+}  # fmt: skip
 # The tensors that are alive without lean, if these are not {"y"}.
 ALIVE = {"gated norm": {"y", "z"}, "norms of heads, then rope": {"q"}, "qk_norm_rope": {"q"}}
 

@@ -74,13 +74,9 @@ def eager_results(reference: Function, tensors: list[Tensor], forward: Any, back
 
 
 def assert_as_eager(
-    run: Function,
-    reference: Function,
-    inputs: Callable[[torch.dtype], list[Tensor]],
-    combination: Any,
-    runs_eager_products: bool = False,
-    widens: bool = False,
-) -> None:
+    run: Function, reference: Function, inputs: Callable[[torch.dtype], list[Tensor]], combination: Any,
+    runs_eager_products: bool = False, widens: bool = False,
+) -> None:  # fmt: skip
     """Check that the error of each result is at most twice that of eager code, plus four units in the last place.
 
     The unit is that of the least precise dtype of the calculation, and of the largest value of the result. The kernels

@@ -14,16 +14,14 @@ pytestmark = pytest.mark.no_interpreter("Every check precedes the choice of a ke
 MESSAGES = {
     "no tensor": (lambda: tigon.jsd(LOGITS, None), "jsd: target must be a Tensor, got NoneType"),
     "a flag that is a string": (
-        lambda: tigon.tvd(LOGITS, LOGITS, from_logits="no"),
-        "tvd: from_logits must be a bool, got 'no'",
+        lambda: tigon.tvd(LOGITS, LOGITS, from_logits="no"), "tvd: from_logits must be a bool, got 'no'",
     ),
     "a flag that is a tensor, whose value would need a synchronisation": (
         lambda: tigon.cross_entropy(LOGITS, TARGET, return_entropy=torch.tensor(False, device=DEVICE)),
         "cross_entropy: return_entropy must be a bool, got a Tensor of shape ()",
     ),
     "a choice that only equals one": (
-        lambda: tigon.rope(**ROPE, unsqueeze_dim=True),
-        "rope: unsqueeze_dim must be one of 1, 2, got True",
+        lambda: tigon.rope(**ROPE, unsqueeze_dim=True), "rope: unsqueeze_dim must be one of 1, 2, got True",
     ),
     "a number that fp32 does not have": (
         lambda: tigon.rms_norm(X, None, eps=1e40),
@@ -34,12 +32,10 @@ MESSAGES = {
         "kl_div: temperature must be positive and finite, got 1e-60",
     ),
     "a number that Python does not print": (
-        lambda: tigon.softmax(X, 10**5000),
-        "softmax: dim must be in [-2, 1], got an int of 16610 bits",
+        lambda: tigon.softmax(X, 10**5000), "softmax: dim must be in [-2, 1], got an int of 16610 bits",
     ),
     "a long value": (
-        lambda: tigon.rope(**ROPE, sections=[7] * 1000),
-        "rope: cos must have shape (3, 1 or 2, 5, R), got (1, 5, 8)",
+        lambda: tigon.rope(**ROPE, sections=[7] * 1000), "rope: cos must have shape (3, 1 or 2, 5, R), got (1, 5, 8)",
     ),
     "logits of another number of experts": (
         lambda: tigon.load_balancing_loss((LOGITS, LOGITS[:, :7]), 8, 2),
@@ -79,8 +75,7 @@ MESSAGES = {
         "linear_log_probs: vocab_size needs a process_group over which the vocabulary is sharded, got None",
     ),
     "packed gate and up of an odd width": (
-        lambda: tigon.swiglu(X[:, :7]),
-        "swiglu: packed gate and up must have an even last dimension, got shape (4, 7)",
+        lambda: tigon.swiglu(X[:, :7]), "swiglu: packed gate and up must have an even last dimension, got shape (4, 7)",
     ),
     "experts of another width": (
         lambda: tigon.moe_mlp(**MOE | {"down_proj": MOE["down_proj"].mT}),
@@ -95,11 +90,10 @@ MESSAGES = {
         "glu_mlp: gate_weight must have shape [I, H] with H of x (4, 8), got (6, 7)",
     ),
     "an option of a group of parameters": (
-        lambda: tigon.AdamW([{"params": [_parameter(3)], "lr": "fast"}]),
-        "AdamW: lr must be a number, got 'fast'",
+        lambda: tigon.AdamW([{"params": [_parameter(3)], "lr": "fast"}]), "AdamW: lr must be a number, got 'fast'",
     ),
     "a value that torch refuses": (lambda: tigon.AdamW([_parameter(3)], lr=-1.0), "AdamW: Invalid learning rate: -1.0"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "message"), MESSAGES.values(), ids=MESSAGES)
@@ -116,14 +110,12 @@ GROUPS = {
     "no vocab_size": ({}, "vocab_size must be the number of rows on all ranks of process_group, got None"),
     "a number for a group": ({"process_group": 3}, "process_group must be a torch.distributed.ProcessGroup, got int"),
     "an array for a group": (
-        {"process_group": np.ones(2)},
-        "process_group must be a torch.distributed.ProcessGroup, got ndarray",
+        {"process_group": np.ones(2)}, "process_group must be a torch.distributed.ProcessGroup, got ndarray",
     ),
     "the group of other ranks": (
-        {"process_group": torch.distributed.GroupMember.NON_GROUP_MEMBER},
-        "process_group must contain this rank, 0",
+        {"process_group": torch.distributed.GroupMember.NON_GROUP_MEMBER}, "process_group must contain this rank, 0",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -27,52 +27,25 @@ class _Object:
 
 
 VALUES: dict[str, object] = {
-    "None": None,
-    "str": "no",
-    "empty str": "",
-    "list": [1.0],
-    "list of strs": ["a", "b"],
-    "dict": {},
-    "True": True,
-    "False": False,
-    "float": 0.5,
-    "nan": float("nan"),
-    "inf": float("inf"),
-    "1e60": 1e60,
-    "int": 1,
-    "-1": -1,
-    "2**70": 2**70,
-    "10**5000": 10**5000,
-    "complex": 1j,
-    "np.float32": np.float32(0.5),
-    "np.int64": np.int64(1),
-    "np.bool": np.True_,
-    "np.array": np.ones(3, dtype=np.float32),
-    "object": _Object(),
-    "function": len,
-    "torch.float16": torch.float16,
-    "torch.float32": torch.float32,
-    "torch.int32": torch.int32,
-    "torch.float8_e4m3fn": torch.float8_e4m3fn,
-    "scalar": torch.tensor(1.0, device=DEVICE),
-    "scalar of int": torch.tensor(1, device=DEVICE),
-    "scalar of bool": torch.tensor(True, device=DEVICE),
+    "None": None, "str": "no", "empty str": "", "list": [1.0], "list of strs": ["a", "b"], "dict": {}, "True": True,
+    "False": False, "float": 0.5, "nan": float("nan"), "inf": float("inf"), "1e60": 1e60, "int": 1, "-1": -1,
+    "2**70": 2**70, "10**5000": 10**5000, "complex": 1j, "np.float32": np.float32(0.5), "np.int64": np.int64(1),
+    "np.bool": np.True_, "np.array": np.ones(3, dtype=np.float32), "object": _Object(), "function": len,
+    "torch.float16": torch.float16, "torch.float32": torch.float32, "torch.int32": torch.int32,
+    "torch.float8_e4m3fn": torch.float8_e4m3fn, "scalar": torch.tensor(1.0, device=DEVICE),
+    "scalar of int": torch.tensor(1, device=DEVICE), "scalar of bool": torch.tensor(True, device=DEVICE),
     "scalar on meta": torch.tensor(1.0, device="meta"),
-    "tensor of 5 dimensions": torch.ones(1, 1, 1, 2, 8, device=DEVICE),
-    "empty tensor": torch.empty(0, device=DEVICE),
+    "tensor of 5 dimensions": torch.ones(1, 1, 1, 2, 8, device=DEVICE), "empty tensor": torch.empty(0, device=DEVICE),
     "tensor of complex numbers": torch.ones(3, dtype=torch.complex64, device=DEVICE),
-}
+}  # fmt: skip
 # These functions change a tensor argument.
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
-    "meta": lambda x: x.to("meta"),
-    "bool": lambda x: x.bool(),
-    "int16": lambda x: x.to(torch.int16),
-    "another float": lambda x: x.to(torch.float16),
-    "fp8": lambda x: x.float().to(torch.float8_e4m3fn),
+    "meta": lambda x: x.to("meta"), "bool": lambda x: x.bool(), "int16": lambda x: x.to(torch.int16),
+    "another float": lambda x: x.to(torch.float16), "fp8": lambda x: x.float().to(torch.float8_e4m3fn),
     "one dimension more": lambda x: x[None],
     "one element more": lambda x: torch.cat((x, x[..., -1:]), -1) if x.dim() else x[None],
     "one dimension less": lambda x: x[0] if x.dim() else x,
-}
+}  # fmt: skip
 
 
 def _randn(*shape: int) -> Tensor:
@@ -155,22 +128,18 @@ MODULES: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
     "LayerNorm": ({"normalized_shape": 8}, {"x": X}, "device dtype"),
     "SwiGLUMLP": ({"hidden_size": 8, "intermediate_size": 6}, {"x": X}, "device dtype"),
     "GEGLUMLP": ({"hidden_size": 8, "intermediate_size": 6}, {"x": X}, "device dtype"),
-    "ReLU2MLP": ({"hidden_size": 8, "intermediate_size": 6}, {"x": X}, "device dtype"),
-    "Softmax": ({}, {"x": X}, ""),
+    "ReLU2MLP": ({"hidden_size": 8, "intermediate_size": 6}, {"x": X}, "device dtype"), "Softmax": ({}, {"x": X}, ""),
     "CrossEntropyLoss": (
-        {"weight": _randn(8)},
-        {"input": LOGITS, "target": TARGET},
+        {"weight": _randn(8)}, {"input": LOGITS, "target": TARGET},
         "softcap logit_scale z_loss token_scaling inplace return_z_loss return_entropy",
     ),
     "LinearCrossEntropyLoss": (
-        {"weight": _randn(10)},
-        LINEAR,
-        "reduction acc_dtype accumulate_grad process_group vocab_size max_logits_mib",
+        {"weight": _randn(10)}, LINEAR, "reduction acc_dtype accumulate_grad process_group vocab_size max_logits_mib",
     ),
     "KLDivLoss": ({}, DISTRIBUTIONS, "from_logits temperature ignore_index"),
     "JSDLoss": ({}, DISTRIBUTIONS, "from_logits temperature reduction"),
     "TVDLoss": ({}, DISTRIBUTIONS, "from_logits temperature"),
-}
+}  # fmt: skip
 HIDDEN = {"AdamW": "maximize foreach capturable differentiable fused"}
 # The function whose refusals a module passes on.
 COMPUTED_BY = {

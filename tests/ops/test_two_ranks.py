@@ -14,12 +14,11 @@ from op_cases import INTERPRETED
 from ranks import LIMIT, leave, run_ranks
 
 CHECKS = {
-    "hooks of FSDP": ("ops.test_two_ranks", "check_hooks"),
-    "heads": ("ops.head.sharded_head", "check_heads"),
+    "hooks of FSDP": ("ops.test_two_ranks", "check_hooks"), "heads": ("ops.head.sharded_head", "check_heads"),
     "AdamW": ("ops.optim.test_adamw_optimizer", "check_shards"),
     "compact AdamW": ("ops.optim.test_compact_optimizer", "check_compact_shards"),
     "Muon": ("ops.optim.test_muon", "check_muon_shards"),
-}
+}  # fmt: skip
 # In the interpreter, the kernel of compact states would update the local tensors that the reference updates here.
 RUNS = [(2, "heads"), (2, "AdamW"), (2, "Muon")] if INTERPRETED else [(2, *CHECKS)]
 MARKS = dict.fromkeys([*RUNS[1:], (3, "heads")], pytest.mark.thorough)

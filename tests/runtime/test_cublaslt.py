@@ -29,10 +29,9 @@ class _Library:
                 arguments[9][0] = 1
             elif name == "cublasLtMatmulAlgoConfigGetAttribute":
                 values = {
-                    cublaslt.ALGO_CONFIG_ID: cublaslt.NVJET,
-                    cublaslt.ALGO_CONFIG_TILE_ID: self.tile,
+                    cublaslt.ALGO_CONFIG_ID: cublaslt.NVJET, cublaslt.ALGO_CONFIG_TILE_ID: self.tile,
                     cublaslt.ALGO_CONFIG_SPLITK_NUM: 1,
-                }
+                }  # fmt: skip
                 ctypes.cast(arguments[2], ctypes.POINTER(ctypes.c_int32))[0] = values[arguments[1]]
             return 0
 

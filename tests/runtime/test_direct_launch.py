@@ -189,10 +189,9 @@ def test_no_launch_with_a_tensor_of_the_host_is_direct(fake_device):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"launcher": _SwappedLauncher}, {"changed_result": True}, {"properties": True}],
+    "options", [{"launcher": _SwappedLauncher}, {"changed_result": True}, {"properties": True}],
     ids=["other order of arguments", "other result", "more variants"],
-)
+)  # fmt: skip
 def test_direct_launches_are_off_after_a_failed_self_check(fake_device, options, caplog):
     kernel, check = fake_device(**options)
     assert (_launch(kernel, 3) == 6).all()

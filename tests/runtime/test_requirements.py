@@ -144,13 +144,12 @@ def old_transformers(monkeypatch):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: tigon.patch("llama"),
-        lambda: tigon.AutoModelForCausalLM.from_config(None),
+        lambda: tigon.patch("llama"), lambda: tigon.AutoModelForCausalLM.from_config(None),
         lambda: tigon.AutoModelForSequenceClassification.from_config(None),
         lambda: tigon.AutoModelForCausalLM.from_pretrained("somewhere"),
     ],
     ids=["a type", "from_config", "classifier", "from_pretrained"],
-)
+)  # fmt: skip
 def test_old_transformers_is_refused(old_transformers, call):
     with pytest.raises(ImportError, match=OLD_TRANSFORMERS):
         call()
@@ -172,11 +171,10 @@ def test_models_of_old_transformers_are_refused(old_transformers):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: tigon.patch("llama"),
-        lambda: tigon.AutoModelForCausalLM.from_config(None),
+        lambda: tigon.patch("llama"), lambda: tigon.AutoModelForCausalLM.from_config(None),
         lambda: tigon.cli.inspect.build.find_config("Llama-3-8B"),
     ],
-)
+)  # fmt: skip
 def test_error_without_transformers_names_the_extra(call, monkeypatch):
     importlib.import_module("tigon.cli.inspect.build")
     monkeypatch.setitem(sys.modules, "transformers", None)

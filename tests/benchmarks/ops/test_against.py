@@ -145,18 +145,14 @@ def test_two_revisions_are_measured_in_turn(checkout, tmp_path):
     assert result.returncode == 0, result.stderr + result.stdout
     report = json.loads((out / "bench.json").read_text())
     assert report["settings"]["against"] == {
-        "ref": "before",
-        "commit": git(checkout, "rev-parse", "before"),
-        "title": "Before | softmax",
+        "ref": "before", "commit": git(checkout, "rev-parse", "before"), "title": "Before | softmax",
         "provider": "tigon@before",
-    }
+    }  # fmt: skip
     status = {(row["op"], row["provider"]): (row["status"], row["note"]) for row in report["rows"]}
     assert status == {
-        ("rms_norm", "tigon"): ("ok", ""),
-        ("rms_norm", "tigon@before"): ("ok", ""),
-        ("softmax", "tigon"): ("ok", ""),
+        ("rms_norm", "tigon"): ("ok", ""), ("rms_norm", "tigon@before"): ("ok", ""), ("softmax", "tigon"): ("ok", ""),
         ("softmax", "tigon@before"): ("unsupported", "no softmax in this revision"),
-    }
+    }  # fmt: skip
     assert all(row["accurate"] for row in report["rows"] if row["status"] == "ok")
     markdown = (out / "bench.md").read_text()
     assert "tigon@before is" in markdown

@@ -15,11 +15,10 @@ from benchmarks.workloads import Case
 from tigon.cli import main as cli
 
 TINY = (
-    Case("tiny", (16, 64), ("small",), op="rms_norm"),
-    Case("tiny", (32, 512), ("small",), op="cross_entropy"),
+    Case("tiny", (16, 64), ("small",), op="rms_norm"), Case("tiny", (32, 512), ("small",), op="cross_entropy"),
     Case("tiny", (32, 64, 512), ("small", "linear"), op="linear_cross_entropy"),
     Case("tiny", (32, 64, 512), ("small", "linear"), op="linear_cross_entropy", no_grad=True),
-)
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -187,15 +186,13 @@ def test_ctrl_c_writes_the_cases_that_were_measured(run, monkeypatch):
     [
         (["--ops", "sofmax"], "bench: ops must be among"),
         (["--against", "no-such-ref"], "bench: --against must name a commit of"),
-        (["--against", "--quick"], "--against"),
-        (["--cases", "nowhere"], "bench: cases must match"),
+        (["--against", "--quick"], "--against"), (["--cases", "nowhere"], "bench: cases must match"),
         (["--providers", "liga"], "bench: providers must be among"),
         (["--ops", "rms_norm", "--providers", "cce"], "bench: none of the ops chosen has a provider among 'cce'"),
         (["--device", "tpu"], "--device: must be auto, cpu, cuda or cuda:N, got 'tpu'"),
-        (["--out", __file__], "--out: must be a folder that can be written, got"),
-        (["--rounds", "0"], "--rounds"),
+        (["--out", __file__], "--out: must be a folder that can be written, got"), (["--rounds", "0"], "--rounds"),
     ],
-)
+)  # fmt: skip
 def test_bad_options_are_refused_before_anything_is_written(run, arguments, message):
     code, output, report = run(*arguments)
     assert code == 2

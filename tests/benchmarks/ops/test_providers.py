@@ -19,19 +19,12 @@ from benchmarks.workloads import Case
 
 CPU = torch.device("cpu")
 SHAPES = {
-    "rope": (2, 8, 4, 2, 16),
-    "qk_norm_rope": (2, 8, 4, 2, 16),
-    "gated_delta_rule": (2, 5, 1, 1, 2, 16),
-    "kda": (2, 5, 1, 2, 2, 16),
-    "moe_mlp": (32, 64, 4, 32, 2),
-    "fp8_linear": (16, 32, 64),
-    "cross_entropy": (32, 512),
+    "rope": (2, 8, 4, 2, 16), "qk_norm_rope": (2, 8, 4, 2, 16), "gated_delta_rule": (2, 5, 1, 1, 2, 16),
+    "kda": (2, 5, 1, 2, 2, 16), "moe_mlp": (32, 64, 4, 32, 2), "fp8_linear": (16, 32, 64), "cross_entropy": (32, 512),
     "linear_cross_entropy": (32, 64, 512),
     **dict.fromkeys(("dpo_loss", "orpo_loss", "simpo_loss", "kto_loss", "grpo_loss"), (4, 8, 64, 512)),
-    "kl_div": (32, 512),
-    "jsd": (32, 512),
-    "tvd": (32, 512),
-}
+    "kl_div": (32, 512), "jsd": (32, 512), "tvd": (32, 512),
+}  # fmt: skip
 
 
 def tiny(op, **options):
@@ -48,19 +41,14 @@ OPTIONS = {"geglu": {"approximate": "tanh"}, "load_balancing_loss": {"num_expert
 CASES = [tiny(op, **OPTIONS.get(op, {})) for op in OPS]
 CASES += [tiny(op, **GEMMA) for op in ("rms_norm", "add_rms_norm", "qk_norm_rope")]
 CASES += [
-    tiny("rope", layout="interleaved"),
-    tiny("rope", layout="deinterleaved"),
-    tiny("rope", sections=(4, 2, 2)),
-    tiny("kl_div", log_target=True),
-    tiny("jsd", from_logits=True),
-    tiny("jsd", beta=0.2),
+    tiny("rope", layout="interleaved"), tiny("rope", layout="deinterleaved"), tiny("rope", sections=(4, 2, 2)),
+    tiny("kl_div", log_target=True), tiny("jsd", from_logits=True), tiny("jsd", beta=0.2),
     tiny("linear_cross_entropy", softcap=30.0),
     replace(tiny("linear_cross_entropy"), ignored=0.5, frozen=("linear_weight",)),
-    replace(tiny("linear_cross_entropy"), frozen=("input",)),
-    replace(tiny("linear_cross_entropy"), no_grad=True),
+    replace(tiny("linear_cross_entropy"), frozen=("input",)), replace(tiny("linear_cross_entropy"), no_grad=True),
     tiny("linear_cross_entropy", acc_dtype=torch.float32),
     replace(tiny("linear_cross_entropy", return_log_probs=True, return_entropy=True), ignored=0.25),
-]
+]  # fmt: skip
 CASES += [replace(case, dtype=torch.float32, model="tiny-fp32") for case in CASES]
 
 # The providers that run on a CPU.

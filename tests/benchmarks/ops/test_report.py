@@ -19,14 +19,10 @@ def row(provider, kernel_ms=None, case="rms_norm/model/16x64", **more):
 
 
 ROWS = [
-    row("tigon", 0.5, percent_of_roofline=90.4, host_ms=0.1),
-    row("tigon@main", 0.6),
-    row("eager", 5.0),
-    row("liger", 1.0, host_ms=0.4),
-    row("quack", 0.75, accurate=False),
-    row("products", 0.1),
+    row("tigon", 0.5, percent_of_roofline=90.4, host_ms=0.1), row("tigon@main", 0.6), row("eager", 5.0),
+    row("liger", 1.0, host_ms=0.4), row("quack", 0.75, accurate=False), row("products", 0.1),
     row("cce", status="missing", note="not installed"),
-]
+]  # fmt: skip
 
 
 def summary(rows):
@@ -37,19 +33,12 @@ def summary(rows):
 
 def test_summary_has_tigon_the_best_peer_liger_and_the_other_revision():
     assert summary(ROWS) == {
-        "case": "rms_norm/model/16x64",
-        "tigon ms": "0.5000",
-        "% roofline": "90",
+        "case": "rms_norm/model/16x64", "tigon ms": "0.5000", "% roofline": "90",
         # The best peer is neither the floor nor another revision of Tigon.
-        "best peer": "quack (inaccurate)",
-        "its ms": "0.7500",
-        "speed-up": "1.50x",
-        "liger ms": "1.000",
-        "speed-up over liger": "2.00x",
-        "host ms (liger's)": "0.1000 (0.4000)",
-        "tigon@main ms": "0.6000",
+        "best peer": "quack (inaccurate)", "its ms": "0.7500", "speed-up": "1.50x", "liger ms": "1.000",
+        "speed-up over liger": "2.00x", "host ms (liger's)": "0.1000 (0.4000)", "tigon@main ms": "0.6000",
         "speed-up over tigon@main": "1.20x",
-    }
+    }  # fmt: skip
 
 
 LINEAR = "linear_cross_entropy/model/32x8x64"

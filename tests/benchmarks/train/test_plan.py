@@ -84,18 +84,13 @@ def test_a_sweep_ends_where_the_text_ends(options):
 @pytest.mark.parametrize(
     ("sizes", "limit", "resolution", "room", "tried"),
     [
-        ([512], None, None, 100, [512]),
-        ([512], 10**6, None, 3000, [512, 1024, 2048, 4096]),
-        ([512], 2048, None, 9999, [512, 1024, 2048]),
-        ([1, 3, 5, 9], None, None, 4, [1, 3, 5]),
-        ([1024], 10**6, 256, 3000, [1024, 2048, 4096, 3072, 2560, 2816]),
-        ([8], 10**6, 1, 3, [8, 4, 2, 3]),
-        ([100], 10**6, 64, 150, [100, 200, 128, 192]),
-        ([8], 10**6, 4, 0, [8, 4]),
-        ([], None, None, 100, []),
+        ([512], None, None, 100, [512]), ([512], 10**6, None, 3000, [512, 1024, 2048, 4096]),
+        ([512], 2048, None, 9999, [512, 1024, 2048]), ([1, 3, 5, 9], None, None, 4, [1, 3, 5]),
+        ([1024], 10**6, 256, 3000, [1024, 2048, 4096, 3072, 2560, 2816]), ([8], 10**6, 1, 3, [8, 4, 2, 3]),
+        ([100], 10**6, 64, 150, [100, 200, 128, 192]), ([8], 10**6, 4, 0, [8, 4]), ([], None, None, 100, []),
     ],
     ids=["one", "doubling", "limit", "sizes", "resolution", "first too large", "odd start", "nothing fits", "none"],
-)
+)  # fmt: skip
 def test_a_search_doubles_and_then_halves_the_gap(sizes, limit, resolution, room, tried):
     calls = []
     fitting_sizes = search_sizes(lambda size: calls.append(size) or size <= room, sizes, limit, resolution)
@@ -109,11 +104,9 @@ def test_a_search_doubles_and_then_halves_the_gap(sizes, limit, resolution, room
         ({"model": "llame"}, "model must be a preset .Llama-3-8B, .* got 'llame'"),
         ({"model": "t5"}, "must be a causal language model, got 't5'"),
         ({"layers": 3}, "layers must be between 1 and 2, the number of the model's layers, got 3"),
-        ({"batch": 0}, "batch must be at least 1, got 0"),
-        ({"seq": 1}, "seq must be at least 2, got 1"),
+        ({"batch": 0}, "batch must be at least 1, got 0"), ({"seq": 1}, "seq must be at least 2, got 1"),
         ({"seq": 10**6}, "text must hold a sequence of 1000000 tokens"),
-        ({"sweep": "width"}, "sweep must be one of seq, batch, got 'width'"),
-        ({"sizes": "1,2"}, "sizes needs a sweep"),
+        ({"sweep": "width"}, "sweep must be one of seq, batch, got 'width'"), ({"sizes": "1,2"}, "sizes needs a sweep"),
         ({"sweep": "seq", "sizes": "64,x"}, "sizes must be positive integers, separated by commas, got '64,x'"),
         ({"sweep": "seq", "curves": True}, "curves are compared at one size"),
         ({"curves": True, "batch": 1}, "curves need a batch of at least 2"),
@@ -136,7 +129,7 @@ def test_a_search_doubles_and_then_halves_the_gap(sizes, limit, resolution, room
         ({"model": "./nowhere"}, "train: model must be a file or folder that exists, got './nowhere'"),
     ],
     ids=lambda value: ",".join(map(str, value)) if isinstance(value, dict) else "",
-)
+)  # fmt: skip
 def test_bad_options_are_refused(options, change, message):
     with pytest.raises(ValueError, match=message):
         make_plan(replace(options, **change))

@@ -12,8 +12,7 @@ from tigon.memory.levels import MEMORY
 
 # The fields of a provider that its name sets, besides `name` and those with their defaults.
 NAMES = {
-    "stock": {"base": "stock"},
-    "liger-checkpoint": {"base": "liger", "checkpoints": True},
+    "stock": {"base": "stock"}, "liger-checkpoint": {"base": "liger", "checkpoints": True},
     "compile": {"base": "compile"},
     "compile-reduce-overhead-checkpoint": {"base": "compile", "checkpoints": True, "mode": "reduce-overhead"},
     "unsloth": {"base": "unsloth"},
@@ -30,7 +29,7 @@ NAMES = {
     "tigon-graphs": {"base": "tigon", "level": "default", "graphs": True},
     "tigon-lean-pad64": {"base": "tigon", "level": "lean", "pad_to": 64},
     **{f"tigon-{level}": {"base": "tigon", "level": level} for level in MEMORY if level != "default"},
-}
+}  # fmt: skip
 
 
 def test_the_name_of_a_provider_sets_its_fields():

@@ -16,13 +16,8 @@ SETTINGS = {"title": "a model", "sweep": None, "interrupted": False, "machine": 
 
 # The other fields of a worker's result.
 POINT = {
-    "first_seconds": [],
-    "again_seconds": [],
-    "gpu_seconds": None,
-    "kernels": None,
-    "captures": [],
-    "state_bytes": 0,
-}
+    "first_seconds": [], "again_seconds": [], "gpu_seconds": None, "kernels": None, "captures": [], "state_bytes": 0,
+}  # fmt: skip
 
 
 def make_row(
@@ -50,9 +45,8 @@ def test_a_row_is_the_median_of_all_rounds():
 
 def test_losses_agree_if_their_differences_are_those_of_the_noise():
     stock, reversed_stock = (
-        make_row("stock", [1.0], [3.0, 2.0, 1.0]),
-        make_row("stock-reversed", [1.0], [3.0, 2.01, 1.0]),
-    )
+        make_row("stock", [1.0], [3.0, 2.0, 1.0]), make_row("stock-reversed", [1.0], [3.0, 2.01, 1.0]),
+    )  # fmt: skip
     near, far = make_row("tigon", [1.0], [3.0, 2.0, 1.02]), make_row("tigon-lean", [1.0], [3.0, 2.0, 1.06])
     curves = compare_with_stock([reversed_stock, stock, near, far])
     assert {name: curve.agrees for name, curve in curves.items()} == {

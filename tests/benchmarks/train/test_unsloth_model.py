@@ -62,10 +62,9 @@ def unsloth(monkeypatch) -> Unsloth:
     stand_in = Unsloth()
     packages: dict[str, dict[str, Any]] = {
         "unsloth": {"FastLanguageModel": stand_in, "__version__": "1"},
-        "unsloth.kernels": {"apply_lora_qkv": "qkv", "apply_lora_o": "o"},
-        "unsloth.utils": {},
+        "unsloth.kernels": {"apply_lora_qkv": "qkv", "apply_lora_o": "o"}, "unsloth.utils": {},
         "unsloth.utils.attention_dispatch": {"select_attention_backend": lambda: "sdpa"},
-    }
+    }  # fmt: skip
     for name, contents in packages.items():
         module = types.ModuleType(name)
         vars(module).update(contents)

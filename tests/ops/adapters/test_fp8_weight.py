@@ -184,12 +184,11 @@ def test_low_rank_products_find_the_maxima_of_what_they_read(monkeypatch, ranks,
         pytest.param([5, 4, 3], [(37, HIDDEN), (37, INNER), (37, HIDDEN)], id="all layers"),
         # The kernels read no gradient of a layer without an adapter, so neither part is copied by them.
         pytest.param(
-            [5, 0, 3],
-            [(37, HIDDEN), (37, INNER), (37, HIDDEN), (37, INNER), (37, INNER)],
+            [5, 0, 3], [(37, HIDDEN), (37, INNER), (37, HIDDEN), (37, INNER), (37, INNER)],
             id="a layer without an adapter",
         ),
     ],
-)
+)  # fmt: skip
 def test_low_rank_products_write_the_copies_of_what_they_read(monkeypatch, ranks, copies):
     """The maximum of dgate and dup is known when the low-rank products read them."""
     written = record_passes(monkeypatch, WRITE_COPIES)

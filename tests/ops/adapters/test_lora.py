@@ -22,10 +22,9 @@ pytestmark = pytest.mark.kernels
 
 # The dtypes of the model and of its adapters. PEFT keeps adapters in fp32 unless it is told otherwise.
 DTYPE_PAIRS = {
-    "bf16-fp32": (torch.bfloat16, torch.float32),
-    "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16-fp32": (torch.bfloat16, torch.float32), "bf16": (torch.bfloat16, torch.bfloat16),
     "fp16-fp32": (torch.float16, torch.float32),
-}
+}  # fmt: skip
 # Sizes that fill no tile, and one that takes several programs and parts. Shapes are [tokens, inputs, outputs, rank].
 SHAPES = {"one": (1, 8, 8, 1), "odd": (37, 75, 59, 5), "large": (300, 520, 264, 16), "rank": (40, 96, 64, 150)}
 
@@ -76,12 +75,11 @@ def test_projections_of_one_input_share_a_node(trains):
     adapters = [(3,), (), (4, 2)]
     projections = [
         Projection(
-            _leaf(outputs, 40, dtype=torch.bfloat16, seed=i, scale=0.2, trains=trains),
-            None,
+            _leaf(outputs, 40, dtype=torch.bfloat16, seed=i, scale=0.2, trains=trains), None,
             tuple(_adapter(40, outputs, rank, torch.float32, 10 * i + j) for j, rank in enumerate(ranks)),
         )
         for i, (outputs, ranks) in enumerate(zip((48, 24, 16), adapters, strict=True))
-    ]
+    ]  # fmt: skip
     _check(x, projections)
     nodes = {y.grad_fn for y in lora_linears(x, projections)}
     assert len(nodes) == 1
@@ -109,10 +107,9 @@ def _divide_into(monkeypatch, divide) -> None:
 
 
 @one_in(
-    3,
-    biases={"no bias": 0, "one bias": 1, "biases": 3},
+    3, biases={"no bias": 0, "one bias": 1, "biases": 3},
     factors=[(torch.float32, 4), (torch.float32, 20), (torch.bfloat16, 4)],
-)
+)  # fmt: skip
 def test_layers_of_one_rank_share_launches(biases, factors, launches, monkeypatch):
     dtype, rank = factors
     # The shortest parts, so that each product but the smallest ones has several.

@@ -75,11 +75,9 @@ def _check(inputs: dict[str, Tensor], **options) -> None:
 
 DTYPE_PAIRS = {"bf16-fp32": (BF16, FP32), "bf16": (BF16, BF16), "fp16-fp32": (FP16, FP32), "fp32": (FP32, FP32)}
 LAYOUTS = {
-    "plain": {},
-    "transposed, gelu_tanh": {"transposed": True, "activation": "gelu_tanh"},
-    "no gate": {"activation": "relu2"},
-    "a function": {"activation": lambda h: h[:, ::2] * h[:, 1::2].sigmoid()},
-}
+    "plain": {}, "transposed, gelu_tanh": {"transposed": True, "activation": "gelu_tanh"},
+    "no gate": {"activation": "relu2"}, "a function": {"activation": lambda h: h[:, ::2] * h[:, 1::2].sigmoid()},
+}  # fmt: skip
 
 
 @one_in(2, layout=LAYOUTS, dtypes=DTYPE_PAIRS, trains=[False, True])
@@ -91,13 +89,10 @@ def test_lora_moe_mlp_is_as_accurate_as_peft(layout, dtypes, trains):
 
 # Sizes of (tokens, hidden, experts, inner, choices) and ranks that fill no tile, and some that take several of them.
 SIZES = {
-    "one": ((1, 8, 2, 8, 1), 1, BF16),
-    "odd": ((37, 43, 5, 29, 2), 3, BF16),
-    "odd, fp16": ((37, 43, 5, 29, 2), 3, FP16),
+    "one": ((1, 8, 2, 8, 1), 1, BF16), "odd": ((37, 43, 5, 29, 2), 3, BF16), "odd, fp16": ((37, 43, 5, 29, 2), 3, FP16),
     "several tiles": pytest.param((140, 150, 2, 72, 1), 16, BF16, marks=pytest.mark.thorough_in_interpreter),
-    "rank 20": ((40, 24, 4, 16, 2), 20, FP16),
-    "a large rank": ((40, 24, 4, 16, 2), 70, BF16),
-}
+    "rank 20": ((40, 24, 4, 16, 2), 20, FP16), "a large rank": ((40, 24, 4, 16, 2), 70, BF16),
+}  # fmt: skip
 
 
 @pytest.mark.kernels
@@ -142,11 +137,10 @@ def test_the_activation_adds_the_adapters_where_the_products_cannot(transposed, 
 
 
 INDICES = {
-    "all to one expert": lambda: torch.full((T, K), 2, device=DEVICE),
-    "int32": lambda: _index().int(),
+    "all to one expert": lambda: torch.full((T, K), 2, device=DEVICE), "int32": lambda: _index().int(),
     "absent": lambda: torch.where(torch.arange(T * K, device=DEVICE).view(T, K) % 4 == 1, E + 7, _index()),
     "all absent": lambda: torch.full((T, K), E, device=DEVICE),
-}
+}  # fmt: skip
 
 
 @pytest.mark.kernels
@@ -189,11 +183,10 @@ def _adapters(inputs: int, outputs: int, ranks: tuple[int, ...], dtype: torch.dt
     return [
         ExpertAdapter(
             _normal(E, rank, inputs, seed=10 * i, dtype=dtype, scale=inputs**-0.5),
-            _as_peft_stores(_normal(E, outputs, rank, seed=10 * i + 1, dtype=dtype, scale=rank**-0.5)),
-            0.5 + i,
+            _as_peft_stores(_normal(E, outputs, rank, seed=10 * i + 1, dtype=dtype, scale=rank**-0.5)), 0.5 + i,
         )
         for i, rank in enumerate(ranks)
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("biases", [False, True], ids=["", "biases"])

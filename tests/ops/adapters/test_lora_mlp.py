@@ -22,10 +22,9 @@ pytestmark = pytest.mark.kernels
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 # The ranks of the adapters of gate, up and down; 0 stands for no adapter.
 DTYPE_PAIRS = {
-    "bf16-fp32": (torch.bfloat16, torch.float32),
-    "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16-fp32": (torch.bfloat16, torch.float32), "bf16": (torch.bfloat16, torch.bfloat16),
     "fp16-fp32": (torch.float16, torch.float32),
-}
+}  # fmt: skip
 ADAPTER_RANKS = {"all": (5, 4, 7), "up": (0, 3, 0), "down": (0, 0, 6), "gate and down": (2, 0, 3)}
 
 

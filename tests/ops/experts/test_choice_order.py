@@ -9,13 +9,10 @@ from tigon.ops.experts import choice_order
 from tigon.ops.experts.choice_order import BLOCK, MOST_EXPERTS, order_choices
 
 CASES = {
-    "one choice": (1, 1, torch.int64),
-    "half a block": (BLOCK // 2, 5, torch.int64),
-    "three blocks": (2 * BLOCK + 300, 128, torch.int32),
-    "a power of two": (BLOCK + 1, 64, torch.int16),
-    "bytes": (100, 300, torch.uint8),
-    "the most experts": (BLOCK + 700, MOST_EXPERTS, torch.int64),
-}
+    "one choice": (1, 1, torch.int64), "half a block": (BLOCK // 2, 5, torch.int64),
+    "three blocks": (2 * BLOCK + 300, 128, torch.int32), "a power of two": (BLOCK + 1, 64, torch.int16),
+    "bytes": (100, 300, torch.uint8), "the most experts": (BLOCK + 700, MOST_EXPERTS, torch.int64),
+}  # fmt: skip
 
 
 @pytest.mark.kernels

@@ -90,14 +90,12 @@ def _gate(h: Tensor) -> Tensor:
 
 
 LAYOUTS = {
-    "plain": {},
-    "transposed, biases": {"transposed": True, "biases": True},
+    "plain": {}, "transposed, biases": {"transposed": True, "biases": True},
     "gelu": {"activation": "gelu", "biases": True},
-    "gelu_tanh, transposed": {"activation": "gelu_tanh", "transposed": True},
-    "no gate": {"activation": "relu2"},
+    "gelu_tanh, transposed": {"activation": "gelu_tanh", "transposed": True}, "no gate": {"activation": "relu2"},
     "a function, transposed, biases": {"activation": _gate, "transposed": True, "biases": True},
     "a function": {"activation": _gate},
-}
+}  # fmt: skip
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 # A function of the user takes another path than an activation with a name.
 both_paths = pytest.mark.parametrize(
@@ -167,10 +165,9 @@ def test_experts_of_other_ranks_add_nothing(layout, absent):
 
 
 INDICES = {
-    "all to one expert": lambda: torch.full((T, K), 2, device=DEVICE),
-    "one token": lambda: _index(1),
+    "all to one expert": lambda: torch.full((T, K), 2, device=DEVICE), "one token": lambda: _index(1),
     "int32": lambda: _index().int(),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)

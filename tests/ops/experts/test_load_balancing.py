@@ -39,13 +39,9 @@ def _stock(logits: tuple[Tensor, ...], num_experts: int, top_k: int, attention_m
 
 # Sizes of (layers, tokens, experts) and K.
 SIZES = {
-    "one layer": ((1, 10, 8), 2),
-    "one choice": ((2, 12, 4), 1),
-    "no power of two": ((3, 14, 11), 3),
-    "all experts": ((2, 6, 5), 5),
-    "one expert": ((2, 6, 1), 1),
-    "many experts": ((1, 4, 300), 10),
-}
+    "one layer": ((1, 10, 8), 2), "one choice": ((2, 12, 4), 1), "no power of two": ((3, 14, 11), 3),
+    "all experts": ((2, 6, 5), 5), "one expert": ((2, 6, 1), 1), "many experts": ((1, 4, 300), 10),
+}  # fmt: skip
 
 
 @one_in(2, sizes=SIZES, dtype=DTYPES, masked=[False, True])
@@ -74,11 +70,9 @@ def test_layers_may_be_a_tensor_or_a_sequence_and_may_have_different_rows():
 
 
 ROWS = {
-    "three equal": [1.0, 1.0, 1.0, 0.0],
-    "negative zero first": [-0.0, 0.0, -1.0, 0.0],
-    "negative zero second": [0.0, -0.0, -1.0, 0.0],
-    "minus infinity": [-math.inf, 2.0, -math.inf, -math.inf],
-}
+    "three equal": [1.0, 1.0, 1.0, 0.0], "negative zero first": [-0.0, 0.0, -1.0, 0.0],
+    "negative zero second": [0.0, -0.0, -1.0, 0.0], "minus infinity": [-math.inf, 2.0, -math.inf, -math.inf],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)

@@ -52,17 +52,14 @@ def _gpt_oss_gate(x: Tensor) -> Tensor:
 
 
 LAYOUTS = {
-    "plain": {},
-    "transposed": {"transposed": True},
-    "biases": {"biases": True},
+    "plain": {}, "transposed": {"transposed": True}, "biases": {"biases": True},
     "biases, transposed, gelu": {"biases": True, "transposed": True, "activation": "gelu"},
-    "gelu_tanh": {"activation": "gelu_tanh"},
-    "biases, no gate": {"biases": True, "activation": "relu2"},
+    "gelu_tanh": {"activation": "gelu_tanh"}, "biases, no gate": {"biases": True, "activation": "relu2"},
     "biases, transposed, a function": {"biases": True, "transposed": True, "activation": _gpt_oss_gate},
     "weighted inputs, transposed": {"weight_inputs": True, "transposed": True},
     "weighted inputs, biases": {"weight_inputs": True, "biases": True, "activation": "gelu"},
     "weighted inputs, a function": {"weight_inputs": True, "activation": _gpt_oss_gate},
-}
+}  # fmt: skip
 
 
 @one_in(3, layout=LAYOUTS, dtype=DTYPES, router_dtype=["same", torch.float32])
@@ -75,12 +72,10 @@ def test_moe_mlp_accuracy(layout, dtype, router_dtype):
 
 
 INDICES = {
-    "one choice": lambda: _index(choices=1),
-    "all to one expert": lambda: torch.full((T, K), 2, device=DEVICE),
-    "one token": lambda: _index(1),
-    "no tokens": lambda: torch.empty(0, K, dtype=torch.int64, device=DEVICE),
+    "one choice": lambda: _index(choices=1), "all to one expert": lambda: torch.full((T, K), 2, device=DEVICE),
+    "one token": lambda: _index(1), "no tokens": lambda: torch.empty(0, K, dtype=torch.int64, device=DEVICE),
     "int32": lambda: _index().int(),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
@@ -304,9 +299,8 @@ STRIDES = {
     "rows that share memory": lambda y: y[:1].expand(9, -1),
     "columns that share memory": lambda y: y[:, :1].expand(-1, 8),
     "every second column": lambda y: torch.stack((y, y), -1).flatten(1)[:, ::2],
-    "by columns": lambda y: y.T.contiguous().T,
-    "an odd address": lambda y: torch.cat((y[:, :1], y), 1)[:, 1:],
-}
+    "by columns": lambda y: y.T.contiguous().T, "an odd address": lambda y: torch.cat((y[:, :1], y), 1)[:, 1:],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("strides", STRIDES.values(), ids=STRIDES)

@@ -28,12 +28,9 @@ no_interpreter = pytest.mark.no_interpreter("The interpreter runs none of these 
 
 
 SIZES = {
-    "uneven": [0, 193, 1, 0, 192, 64, 400, 0],
-    "all without rows": [0, 0, 0],
-    "one": [385],
-    "one without rows": [0],
+    "uneven": [0, 193, 1, 0, 192, 64, 400, 0], "all without rows": [0, 0, 0], "one": [385], "one without rows": [0],
     "many": [1] * 70,
-}
+}  # fmt: skip
 
 
 @pytest.mark.kernels
@@ -74,24 +71,18 @@ def _products(x: Tensor, weight: Tensor, dy: Tensor) -> set[str]:
 
 # For each change of the factors, the products that still run in kernels of tiles.
 CHANGES: dict[str, tuple[Callable[[], dict], set[str]]] = {
-    "bf16": (_factors, {"product", "gradient"}),
-    "fp16": (lambda: _factors(dtype=FP16), {"product", "gradient"}),
-    "one row": (lambda: _factors(s=1), {"product", "gradient"}),
-    "fp32": (lambda: _factors(dtype=torch.float32), set()),
+    "bf16": (_factors, {"product", "gradient"}), "fp16": (lambda: _factors(dtype=FP16), {"product", "gradient"}),
+    "one row": (lambda: _factors(s=1), {"product", "gradient"}), "fp32": (lambda: _factors(dtype=torch.float32), set()),
     "two dtypes": (lambda: _factors() | {"x": _factors(dtype=FP16)["x"]}, set()),
     "no rows": (lambda: _factors(s=0), set()),
     "a weight without experts": (lambda: _factors() | {"weight": _factors()["weight"][:0]}, {"gradient"}),
     "meta tensors": (lambda: {name: x.to("meta") for name, x in _factors().items()}, set()),
-    "N = 72": (lambda: _factors(n=72), {"product", "gradient"}),
-    "N = 76": (lambda: _factors(n=76), set()),
-    "N = 56": (lambda: _factors(n=56), {"product"}),
-    "M = 264": (lambda: _factors(m=264), {"product", "gradient"}),
-    "M = 260": (lambda: _factors(m=260), set()),
-    "M = 384": (lambda: _factors(m=384), {"product", "gradient"}),
+    "N = 72": (lambda: _factors(n=72), {"product", "gradient"}), "N = 76": (lambda: _factors(n=76), set()),
+    "N = 56": (lambda: _factors(n=56), {"product"}), "M = 264": (lambda: _factors(m=264), {"product", "gradient"}),
+    "M = 260": (lambda: _factors(m=260), set()), "M = 384": (lambda: _factors(m=384), {"product", "gradient"}),
     "M = 512": (lambda: _factors(m=512), {"product", "gradient"}),
     "one row with another stride": (
-        lambda: _factors(s=1) | {"x": torch.zeros(128, dtype=BF16).as_strided((1, 128), (1, 1))},
-        set(),
+        lambda: _factors(s=1) | {"x": torch.zeros(128, dtype=BF16).as_strided((1, 128), (1, 1))}, set(),
     ),
     "M = 320": (lambda: _factors(m=320), {"product", "gradient"}),
     "weights by rows": (lambda: _by_rows(128), {"product", "gradient"}),
@@ -100,7 +91,7 @@ CHANGES: dict[str, tuple[Callable[[], dict], set[str]]] = {
     "rows of dy with gaps": (lambda: _factors() | {"dy": _factors(m=512)["dy"][:, :256]}, {"product"}),
     "weights with gaps": (lambda: _factors() | {"weight": _factors(m=512)["weight"][..., :256]}, {"gradient"}),
     "an odd address of x": (lambda: _factors() | {"x": torch.zeros(12801, dtype=BF16)[1:].view(100, 128)}, set()),
-}
+}  # fmt: skip
 
 
 @needs_hopper
@@ -113,9 +104,8 @@ def test_the_factors_decide_where_a_product_runs(monkeypatch, change):
 
 
 DEVICES = {chip.name: chip.device for chip in CHIPS if chip is not HOPPER} | {
-    "less shared memory": replace(HOPPER.device, shared_memory=216 * 1024),
-    "CPU": device.EMULATED,
-}
+    "less shared memory": replace(HOPPER.device, shared_memory=216 * 1024), "CPU": device.EMULATED,
+}  # fmt: skip
 
 
 @no_interpreter

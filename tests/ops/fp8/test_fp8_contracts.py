@@ -50,9 +50,8 @@ def _gate(h: Tensor) -> Tensor:
 
 
 GATED, STACKS = (
-    ((INNER, HIDDEN), (INNER, HIDDEN), (48, INNER)),
-    ((EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)),
-)
+    ((INNER, HIDDEN), (INNER, HIDDEN), (48, INNER)), ((EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)),
+)  # fmt: skip
 OPS = {
     "linear": Op(fp8_linear, F.linear, ((48, HIDDEN), (48,)), "Fp8Projections"),
     "gated MLP": Op(fp8_glu_mlp, glu_mlp_reference, GATED, "Fp8GLUMLP"),
@@ -107,11 +106,10 @@ def test_each_gradient_depends_on_its_own_requires_grad(op, needed, recipe, fp8_
 
 
 VIEWS = {
-    "transposed": lambda x: x.transpose(0, 1),
-    "gaps between rows": lambda x: x[:, 1:5],
+    "transposed": lambda x: x.transpose(0, 1), "gaps between rows": lambda x: x[:, 1:5],
     "one row for all": lambda x: x[:, :1].expand(-1, 6, -1),
     "gaps between features": lambda x: torch.cat((x, x), -1).view(*x.shape, 2)[..., 0],
-}
+}  # fmt: skip
 
 
 @one_in(4, op=OPS, view=VIEWS, recipe=RECIPES, fp8_dw=MODES)

@@ -119,13 +119,11 @@ class _Producer(torch.autograd.Function):
 
 
 SUMS = {
-    "first": lambda x: _Producer.apply(x) + 2 * x,
-    "last": lambda x: 2 * x + _Producer.apply(x),
+    "first": lambda x: _Producer.apply(x) + 2 * x, "last": lambda x: 2 * x + _Producer.apply(x),
     "two producers": lambda x: _Producer.apply(x) + _Producer.apply(x),
     "scaled": lambda x: _Producer.apply(torch.add(torch.zeros_like(x), x, alpha=2)),
-    "a part": lambda x: _Producer.apply(x[:1]),
-    "unchanged": lambda x: _Producer.apply(x + torch.zeros_like(x)),
-}
+    "a part": lambda x: _Producer.apply(x[:1]), "unchanged": lambda x: _Producer.apply(x + torch.zeros_like(x)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("run", SUMS.values(), ids=SUMS)
@@ -146,13 +144,9 @@ def x() -> Tensor:
 
 
 OTHERS = {
-    "a view": lambda x: x.view(6, 4),
-    "a part": lambda x: x[:1],
-    "a copy": lambda x: x.clone(),
-    "a deep copy": copy.deepcopy,
-    "a cast": lambda x: x.half(),
-    "an equal tensor": lambda x: torch.ones_like(x),
-}
+    "a view": lambda x: x.view(6, 4), "a part": lambda x: x[:1], "a copy": lambda x: x.clone(),
+    "a deep copy": copy.deepcopy, "a cast": lambda x: x.half(), "an equal tensor": lambda x: torch.ones_like(x),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
@@ -162,12 +156,11 @@ def test_only_the_tensor_itself_has_it(x, make):
 
 
 WRITES = {
-    "in place": lambda x: x.mul_(2),
-    "through a view": lambda x: x[0].zero_(),
+    "in place": lambda x: x.mul_(2), "through a view": lambda x: x[0].zero_(),
     "through a detached tensor": lambda x: x.detach().mul_(2),
     "another memory": lambda x: setattr(x, "data", torch.zeros(2, 3, 4)),
     "in place, by a function": lambda x: torch.nn.functional.dropout(x, inplace=True),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)

@@ -67,9 +67,8 @@ def test_micro_batches_and_recomputed_layers_share_the_copies(quantisations):
 CHANGES = {
     "a step of an optimizer": lambda w: torch.optim.SGD([w], lr=1.0).step(),
     "a step of Tigon's optimizer": lambda w: tigon.AdamW([w], lr=1.0).step(),
-    "a write in place": lambda w: w.detach().mul_(2.0),
-    "other memory": lambda w: setattr(w, "data", w.data * 2.0),
-}
+    "a write in place": lambda w: w.detach().mul_(2.0), "other memory": lambda w: setattr(w, "data", w.data * 2.0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)

@@ -14,13 +14,10 @@ from tigon.runtime.tuning import tuned
 from tigon.testing import assert_accurate
 
 OPTIONS = {
-    "plain": {},
-    "sum": {"reduction": "sum"},
-    "none": {"reduction": "none"},
-    "items": {"num_items": 5},
+    "plain": {}, "sum": {"reduction": "sum"}, "none": {"reduction": "none"}, "items": {"num_items": 5},
     "all": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01},
     "all, none": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01, "reduction": "none"},
-}
+}  # fmt: skip
 
 
 def _inputs(t: int = 23, h: int = 16, v: int = 101, bias: bool = True) -> list[torch.Tensor]:
@@ -49,9 +46,8 @@ def test_linear_cross_entropy_is_as_accurate_as_eager_code(options, weighted, ch
         assert_as_accurate_as_eager(
             lambda x, w, b: tigon.linear_cross_entropy(x, w, target, linear_bias=b, weight=weight, **options),
             lambda x, w, b: linear_cross_entropy_reference(x, w, target, linear_bias=b, weight=weight, **options),
-            tensors,
-            loss=True,
-        )
+            tensors, loss=True,
+        )  # fmt: skip
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch.nn.functional has it from 2.13 on")
@@ -74,13 +70,12 @@ def test_inputs_may_have_leading_dimensions():
 @pytest.mark.parametrize(
     ("needs", "reduction", "products"),
     [
-        pytest.param((True, True), "mean", 3, id="both"),
-        pytest.param((True, False), "mean", 2, id="frozen head"),
+        pytest.param((True, True), "mean", 3, id="both"), pytest.param((True, False), "mean", 2, id="frozen head"),
         pytest.param((False, True), "mean", 2, id="frozen trunk"),
         pytest.param((False, False), "mean", 1, id="loss only"),
         pytest.param((True, True), "none", 4, id="both, any gradient"),
     ],
-)
+)  # fmt: skip
 def test_only_needed_products_are_computed(needs, reduction, products):
     x, w, target = _inputs(bias=False)
     x.requires_grad_(needs[0])
@@ -94,12 +89,10 @@ def test_only_needed_products_are_computed(needs, reduction, products):
 
 
 IGNORED = {
-    "none": lambda t: torch.zeros(t, dtype=torch.bool),
-    "one in a hundred": lambda t: torch.arange(t) % 100 == 3,
-    "half": lambda t: torch.arange(t) % 2 == 1,
-    "all but one": lambda t: torch.arange(t) != 77,
+    "none": lambda t: torch.zeros(t, dtype=torch.bool), "one in a hundred": lambda t: torch.arange(t) % 100 == 3,
+    "half": lambda t: torch.arange(t) % 2 == 1, "all but one": lambda t: torch.arange(t) != 77,
     "all": lambda t: torch.ones(t, dtype=torch.bool),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"return_entropy": True}], ids=str)

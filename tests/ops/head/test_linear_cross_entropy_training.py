@@ -137,10 +137,9 @@ def test_autocast_does_not_round_the_gradient_of_an_fp32_weight(options, hidden)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"reduction": "none"}, ALL_RESULTS, {"num_items": 0}, {"acc_dtype": torch.float32}],
+    "options", [{}, {"reduction": "none"}, ALL_RESULTS, {"num_items": 0}, {"acc_dtype": torch.float32}],
     ids=["mean", "none", "returned", "items", "fp32 sum"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_tokens_may_be_ignored(dtype, options):
     """The results are zero and differentiable, and none comes from memory that was not written."""

@@ -17,13 +17,11 @@ T, H, V, K = 23, 16, 101, 3
 # tokens is a matter of luck: with 23, eager code fails against eager code that sums the products in another order.
 MANY = T if DEVICE == "cpu" else 203
 OPTIONS = {
-    "plain": {},
-    "temperature": {"temperature": 0.7},
+    "plain": {}, "temperature": {"temperature": 0.7},
     "scale, cap, temperature": {"temperature": 0.7, "softcap": 3.0, "logit_scale": 1.5},
-    "entropy": {"return_entropy": True},
-    "extra targets": {"extra_targets": True, "temperature": 1.3},
+    "entropy": {"return_entropy": True}, "extra targets": {"extra_targets": True, "temperature": 1.3},
     "everything": {"temperature": 1.4, "softcap": 5.0, "return_entropy": True, "extra_targets": True},
-}
+}  # fmt: skip
 # The widths of slabs of the vocabulary and the lengths of blocks of tokens in the backward pass.
 DIVISIONS = {"one slab": {}, "slabs": {"columns": 40}, "slabs and blocks": {"columns": 64, "block_tokens": 8}}
 NON_DIFFERENTIABLE = {"return_top1": True, "return_mean_logits": True, "return_sum_sq_probs": True}
@@ -197,12 +195,10 @@ def test_targets_out_of_range_are_nan(value):
 @pytest.mark.parametrize(
     ("needs", "products"),
     [
-        pytest.param((True, True), 4, id="both"),
-        pytest.param((True, False), 3, id="frozen head"),
-        pytest.param((False, True), 3, id="frozen trunk"),
-        pytest.param((False, False), 1, id="no gradient"),
+        pytest.param((True, True), 4, id="both"), pytest.param((True, False), 3, id="frozen head"),
+        pytest.param((False, True), 3, id="frozen trunk"), pytest.param((False, False), 1, id="no gradient"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("division", DIVISIONS.values(), ids=DIVISIONS)
 @pytest.mark.sampled(in_interpreter=5)
 def test_only_needed_products_of_valid_tokens_are_computed(needs, products, division):

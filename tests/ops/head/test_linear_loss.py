@@ -44,11 +44,9 @@ def values(*shape: int, seed: int = 3, scale: float = 1.0) -> Tensor:
 
 # The loss function and the arguments of each group.
 LOSSES: dict[str, tuple[Any, tuple]] = {
-    "token": (token_loss, (values(SEQUENCES, LENGTH),)),
-    "sequence": (sequence_loss, (values(SEQUENCES),)),
-    "pair": (pair_loss, (values(SEQUENCES, LENGTH), values(SEQUENCES // 2, seed=4))),
-    "batch": (batch_loss, ()),
-}
+    "token": (token_loss, (values(SEQUENCES, LENGTH),)), "sequence": (sequence_loss, (values(SEQUENCES),)),
+    "pair": (pair_loss, (values(SEQUENCES, LENGTH), values(SEQUENCES // 2, seed=4))), "batch": (batch_loss, ()),
+}  # fmt: skip
 
 
 def make(dtype: torch.dtype = torch.float32, ignored: str = "some") -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -192,20 +190,16 @@ def adds_noise(log_probs: Tensor) -> Tensor:
 
 # Functions that are sums over their sequences, with their dtype and their shape.
 SUMS = {
-    "a sum": lambda x: x.exp().sum(),
-    "a mean": lambda x: x.exp().mean(),
+    "a sum": lambda x: x.exp().sum(), "a mean": lambda x: x.exp().mean(),
     "a sum, divided by the tokens of the batch": lambda x: -(x * MASK).sum() / MASK.sum(),
     "a weighted sum of sequences": lambda x: (ADVANTAGES * x.sum(-1)).sum() / ADVANTAGES.abs().sum(),
-    "one element": lambda x: x.exp().sum().reshape(1, 1),
-    "in fp64": lambda x: x.double().exp().mean(),
+    "one element": lambda x: x.exp().sum().reshape(1, 1), "in fp64": lambda x: x.double().exp().mean(),
     "with infinities at a probability of one": lambda x: -(x - torch.log1p(-x.exp().clamp(max=1 - 1e-6))).mean(),
     "a list": lambda x: [x.exp().sum(), "a metric"],
-    "a named tuple": lambda x: LossAndSums(x.exp().sum(), x.detach().sum(-1)),
-    "dropout": drops_tokens,
-    "noise": adds_noise,
-    "written in place": writes_in_place,
+    "a named tuple": lambda x: LossAndSums(x.exp().sum(), x.detach().sum(-1)), "dropout": drops_tokens,
+    "noise": adds_noise, "written in place": writes_in_place,
     "random signs of sequences": lambda x: (x.sum(-1) * torch.randint(2, (len(x),), device=x.device)).sum(),
-}
+}  # fmt: skip
 
 
 @one_in(3, name=list(SUMS), tokens=[LENGTH, 2 * LENGTH, SEQUENCES * LENGTH])
@@ -228,13 +222,12 @@ def test_a_loss_that_is_any_sum_over_its_sequences_is_right(name, tokens, in_par
 
 
 NO_SUMS = {
-    "a function of the mean": batch_loss,
-    "a product of sequences": lambda x: x.mean(-1).prod(),
+    "a function of the mean": batch_loss, "a product of sequences": lambda x: x.mean(-1).prod(),
     "relative to the mean of the batch": lambda x: (x * (x - x.mean()).detach()).sum(),
     "relative to the next sequence": lambda x: (x * x.detach().roll(1, 0)).sum(),
     "the logarithm of a sum": lambda x: x.logsumexp((0, 1)),
     "random numbers of its own generator": lambda x: (x * torch.rand(x.shape, generator=GENERATOR).to(x)).sum(),
-}
+}  # fmt: skip
 GENERATOR = torch.Generator().manual_seed(0)
 
 

@@ -35,12 +35,11 @@ def _inputs(dtype: torch.dtype, rank: int, factor_dtype: torch.dtype) -> tuple[l
 
 
 OPTIONS = {
-    "plain": {},
-    "none": {"reduction": "none"},
+    "plain": {}, "none": {"reduction": "none"},
     "all": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 0.5, "z_loss": 0.01},
     "all, none": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 0.5, "z_loss": 0.01, "reduction": "none"},
     "token scaling, none": {"token_scaling": True, "reduction": "none"},
-}
+}  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

@@ -8,25 +8,15 @@ from op_cases import DEVICE
 SHAPES = [(20, 2), (23, 7), (4, 5, 100), (6, 5000)]
 
 OPTIONS = {
-    "plain": {},
-    "sum": {"reduction": "sum"},
-    "none": {"reduction": "none"},
-    "label smoothing": {"label_smoothing": 0.1},
-    "softcap": {"softcap": 3.0},
-    "logit scale": {"logit_scale": 0.25},
-    "z-loss": {"z_loss": 0.05},
-    "token scaling": {"token_scaling": True},
-    "items": {"num_items": 17},
+    "plain": {}, "sum": {"reduction": "sum"}, "none": {"reduction": "none"},
+    "label smoothing": {"label_smoothing": 0.1}, "softcap": {"softcap": 3.0}, "logit scale": {"logit_scale": 0.25},
+    "z-loss": {"z_loss": 0.05}, "token scaling": {"token_scaling": True}, "items": {"num_items": 17},
     "all": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01},
     "all, none": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01, "reduction": "none"},
     "all, token scaling": {
-        "label_smoothing": 0.2,
-        "softcap": 5.0,
-        "logit_scale": 1.5,
-        "z_loss": 0.01,
-        "token_scaling": True,
+        "label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01, "token_scaling": True,
     },
-}
+}  # fmt: skip
 
 
 def logits_of(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -9,12 +9,9 @@ from tigon.ops.logits.cross_entropy import cross_entropy_reference
 
 
 @one_in(
-    3,
-    shape=SHAPES,
-    options=OPTIONS,
-    weighted={"": False, "class weights": True},
+    3, shape=SHAPES, options=OPTIONS, weighted={"": False, "class weights": True},
     inplace={"new buffer": False, "in place": True},
-)
+)  # fmt: skip
 @pytest.mark.sampled(in_interpreter=3)
 def test_cross_entropy_is_as_accurate_as_eager_code(shape, options, weighted, inplace):
     """With token scaling, only likely targets contribute, so gradients are differences of 1 / D and nearly 1 / D."""
@@ -22,11 +19,9 @@ def test_cross_entropy_is_as_accurate_as_eager_code(shape, options, weighted, in
     weight = class_weights(shape[-1]) if weighted else None
     assert_as_accurate_as_eager(
         lambda x: tigon.cross_entropy(x.clone(), target, weight, inplace=inplace, **options),
-        lambda x: cross_entropy_reference(x, target, weight, **options),
-        [logits_of(*shape)],
-        loss=True,
+        lambda x: cross_entropy_reference(x, target, weight, **options), [logits_of(*shape)], loss=True,
         term_size=0.1 if "token_scaling" in options else 0.0,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
@@ -37,9 +32,8 @@ def test_cross_entropy_agrees_with_torch(weighted, smoothing, reduction):
     weight = class_weights(40) if weighted else None
     options = {"label_smoothing": smoothing, "reduction": reduction}
     ours, theirs = (
-        tigon.cross_entropy(logits, target, weight, **options),
-        F.cross_entropy(logits, target, weight, **options),
-    )
+        tigon.cross_entropy(logits, target, weight, **options), F.cross_entropy(logits, target, weight, **options),
+    )  # fmt: skip
     torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
     upstream = torch.rand_like(ours)
     gradients = [torch.autograd.grad(y, logits, upstream)[0] for y in (ours, theirs)]

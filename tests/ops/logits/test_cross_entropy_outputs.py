@@ -38,12 +38,9 @@ def test_outputs_are_as_accurate_as_eager_code(shape, options, weighted):
     target = target_of(*rows, v=v)
     weight = class_weights(v) if weighted else None
     assert_as_accurate_as_eager(
-        lambda x: _run(x, target, weight, **options),
-        lambda x: _reference(x, target, weight, **options),
-        [logits_of(*shape)],
-        loss=True,
-        term_size=1.0,
-    )
+        lambda x: _run(x, target, weight, **options), lambda x: _reference(x, target, weight, **options),
+        [logits_of(*shape)], loss=True, term_size=1.0,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -51,12 +48,9 @@ def test_outputs_are_as_accurate_as_eager_code(shape, options, weighted):
 def test_backward_works_if_one_output_is_used(output, dtype):
     logits, target = logits_of(9, 60, dtype=dtype), target_of(9, v=60)
     assert_as_accurate_as_eager(
-        lambda x: _run(x, target, z_loss=0.1)[output],
-        lambda x: _reference(x, target, z_loss=0.1)[output],
-        [logits],
-        loss=True,
-        term_size=1.0 if output == 2 else 0.0,
-    )
+        lambda x: _run(x, target, z_loss=0.1)[output], lambda x: _reference(x, target, z_loss=0.1)[output], [logits],
+        loss=True, term_size=1.0 if output == 2 else 0.0,
+    )  # fmt: skip
     assert _run(logits, target)[output].dtype == torch.float32
 
 
@@ -88,9 +82,8 @@ def test_classes_with_a_logit_of_minus_infinity_contribute_nothing(at, scaled):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
     upstream = [torch.rand_like(y) + 1 for y in actual]
     (gradient,), (finite_gradient,) = (
-        torch.autograd.grad(actual, masked, upstream),
-        torch.autograd.grad(expected, few, upstream),
-    )
+        torch.autograd.grad(actual, masked, upstream), torch.autograd.grad(expected, few, upstream),
+    )  # fmt: skip
     torch.testing.assert_close(gradient[:, at], finite_gradient, rtol=1e-5, atol=1e-6)
     assert gradient.count_nonzero() == finite_gradient.numel()
     assert gradient.isfinite().all()

@@ -41,15 +41,14 @@ FORMS = {
     "kl": ("log", tigon.kl_div, kl_div_reference, {"log_target": True}),
     "kl of probabilities": ("target", tigon.kl_div, kl_div_reference, {}),
     "kl from logits": ("logits", tigon.kl_div, kl_div_reference, {"from_logits": True, "temperature": 2.0}),
-    "jsd": ("log", tigon.jsd, jsd_reference, {}),
-    "jsd 0": ("log", tigon.jsd, jsd_reference, {"beta": 0.0}),
+    "jsd": ("log", tigon.jsd, jsd_reference, {}), "jsd 0": ("log", tigon.jsd, jsd_reference, {"beta": 0.0}),
     "jsd 0.1": ("log", tigon.jsd, jsd_reference, {"beta": 0.1}),
     "jsd 1": ("log", tigon.jsd, jsd_reference, {"beta": 1.0}),
     "jsd from logits": ("logits", tigon.jsd, jsd_reference, {"from_logits": True, "temperature": 0.7}),
     "jsd 1 from logits": ("logits", tigon.jsd, jsd_reference, {"from_logits": True, "beta": 1.0}),
     "tvd": ("both", tigon.tvd, tvd_reference, {}),
     "tvd from logits": ("logits", tigon.tvd, tvd_reference, {"from_logits": True}),
-}
+}  # fmt: skip
 every_form = pytest.mark.parametrize("form", FORMS)
 
 
@@ -64,12 +63,9 @@ def _pair(form: str, *shape: int, dtype: torch.dtype = torch.float32) -> list[to
 
 
 REDUCED = {
-    "batchmean, labels": ("batchmean", True),
-    "sum": ("sum", False),
-    "none, labels": ("none", True),
-    "batchmean": ("batchmean", False),
-    "mean, labels": ("mean", True),
-}
+    "batchmean, labels": ("batchmean", True), "sum": ("sum", False), "none, labels": ("none", True),
+    "batchmean": ("batchmean", False), "mean, labels": ("mean", True),
+}  # fmt: skip
 
 
 @pytest.mark.kernels
@@ -92,12 +88,9 @@ def test_divergences_are_as_accurate_as_eager_code(form, shape, reduced):
         # With one class the largest term is 0.
         term_size = (g + log_probs[0].exp() * g.sum(-1, keepdim=True)).max().item() or 1.0
     assert_as_accurate_as_eager(
-        lambda x, y: run(x, y, **options),
-        lambda x, y: reference(x, y, **options),
-        [student.requires_grad_(), teacher],
-        loss=True,
-        term_size=term_size,
-    )
+        lambda x, y: run(x, y, **options), lambda x, y: reference(x, y, **options), [student.requires_grad_(), teacher],
+        loss=True, term_size=term_size,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

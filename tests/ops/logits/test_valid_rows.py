@@ -10,12 +10,10 @@ from op_cases import DEVICE, one_in
 LENGTHS = [0, 1, 7, 2048, 2049, 5000]
 
 PATTERNS = {
-    "none": lambda n: torch.zeros(n, dtype=torch.bool),
-    "all": lambda n: torch.ones(n, dtype=torch.bool),
-    "the last": lambda n: torch.arange(n) == n - 1,
-    "all but the first": lambda n: torch.arange(n) > 0,
+    "none": lambda n: torch.zeros(n, dtype=torch.bool), "all": lambda n: torch.ones(n, dtype=torch.bool),
+    "the last": lambda n: torch.arange(n) == n - 1, "all but the first": lambda n: torch.arange(n) > 0,
     "every third": lambda n: torch.arange(n) % 3 == 1,
-}
+}  # fmt: skip
 
 
 def _target(valid: torch.Tensor, ignore_index: int = -100, dtype: torch.dtype = torch.int64) -> torch.Tensor:

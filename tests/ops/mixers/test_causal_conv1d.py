@@ -41,11 +41,9 @@ def _inputs(
     draw = lambda *sizes: torch.randn(sizes, generator=generator).to(DEVICE, dtype)
     b, t, c = shape
     views = {
-        "last": lambda: draw(b, t, c),
-        "wide": lambda: draw(b, t, c + 8)[..., 3 : c + 3],
-        "first": lambda: draw(b, t, c).transpose(1, 2),
-        "dense time": lambda: draw(b, c, t),
-    }
+        "last": lambda: draw(b, t, c), "wide": lambda: draw(b, t, c + 8)[..., 3 : c + 3],
+        "first": lambda: draw(b, t, c).transpose(1, 2), "dense time": lambda: draw(b, c, t),
+    }  # fmt: skip
     return [y.requires_grad_() for y in (views[layout](), draw(c, taps) * taps**-0.5, draw(c))]
 
 

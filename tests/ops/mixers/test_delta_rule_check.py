@@ -14,13 +14,12 @@ from tigon.runtime.device import device_of
 
 # Training, decoding with a state, and packed samples.
 VARIANTS = {
-    "training": DeltaVariant(16, 2, True, False, False, None),
-    "states": DeltaVariant(16, 2, True, True, True, None),
+    "training": DeltaVariant(16, 2, True, False, False, None), "states": DeltaVariant(16, 2, True, True, True, None),
     "packed": DeltaVariant(16, 1, False, False, False, torch.int32),
     "packed states": DeltaVariant(16, 2, True, True, True, torch.int64),
     "kda": DeltaVariant(16, 1, True, False, False, None, has_feature_decay=True),
     "kda, packed states": DeltaVariant(16, 2, True, True, True, torch.int64, has_feature_decay=True),
-}
+}  # fmt: skip
 
 
 def check_kernels(variant: DeltaVariant) -> bool:

@@ -88,12 +88,9 @@ def test_the_rule_is_as_accurate_as_transformers(tokens, heads, dtype, rule):
 
 
 STRENGTHS = {
-    "g -50": ("g", -50.0),
-    "g -8": ("g", -8.0),
-    "no decay": ("g", 0.0),
-    "beta 0": ("beta", 0.0),
+    "g -50": ("g", -50.0), "g -8": ("g", -8.0), "no decay": ("g", 0.0), "beta 0": ("beta", 0.0),
     "beta 1": ("beta", 1.0),
-}
+}  # fmt: skip
 
 
 @every_rule
@@ -285,17 +282,14 @@ def test_bad_arguments_are_refused(rule):
     packed = {name: x[:1] for name, x in inputs.items() if name != "initial_state"}
     changes = {
         "the 2 heads of q and k must divide the heads of v, got 3": {"v": v[:, :, :3]},
-        r"k must have shape \(2, 6, 2, 16\)": {"k": q[:, :5]},
-        r"g must have shape \(2, 6, 4": {"g": g[:, :5]},
+        r"k must have shape \(2, 6, 2, 16\)": {"k": q[:, :5]}, r"g must have shape \(2, 6, 4": {"g": g[:, :5]},
         r"beta must have shape \(2, 6, 4\)": {"beta": g[:, :, :2]},
-        "q and k and v must have the same dtype": {"q": q.half()},
-        "g must be a float32": {"g": g.long()},
+        "q and k and v must have the same dtype": {"q": q.half()}, "g must be a float32": {"g": g.long()},
         r"initial_state must have shape \(2, 4, 16, 16\)": {"initial_state": state[:1]},
         r"q must have shape \(B, T, H, D\)": {"q": q[..., 0]},
         "packed samples must be one sequence, B = 1, got B = 2": {"cu_seqlens": bounds(0, 6)},
-        "scale must be finite": {"scale": float("inf")},
-        "use_qk_l2norm must be a bool": {"use_qk_l2norm": 1},
-    }
+        "scale must be finite": {"scale": float("inf")}, "use_qk_l2norm must be a bool": {"use_qk_l2norm": 1},
+    }  # fmt: skip
     on_cpu = {"g must not be above 0, because a state must not grow, got 0.5": {"g": g.abs() + 0.5 - g.abs()}}
     assert_refused(rule.op, inputs, changes | (on_cpu if DEVICE == "cpu" else {}))
     changes = {

@@ -73,12 +73,9 @@ def test_the_gradient_of_relu2_is_zero_below_zero_for_any_upstream_gradient():
 
 
 VIEWS = {
-    "transposed": lambda x: x.mT,
-    "permuted": lambda x: x.permute(2, 0, 1),
-    "gaps between rows": lambda x: x[..., 5:37],
-    "permuted, with gaps": lambda x: x[:, :3].permute(1, 2, 0),
-    "expanded": lambda x: x[:, :1].expand(4, 5, 48),
-}
+    "transposed": lambda x: x.mT, "permuted": lambda x: x.permute(2, 0, 1), "gaps between rows": lambda x: x[..., 5:37],
+    "permuted, with gaps": lambda x: x[:, :3].permute(1, 2, 0), "expanded": lambda x: x[:, :1].expand(4, 5, 48),
+}  # fmt: skip
 
 
 @pytest.mark.kernels

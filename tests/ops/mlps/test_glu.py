@@ -7,13 +7,12 @@ from tigon.ops.mlps.glu import ClampedGate, geglu_reference, swiglu_reference
 from tigon.runtime.device import runs_kernels
 
 KINDS = {
-    "silu": (tigon.swiglu, swiglu_reference),
-    "gelu": (tigon.geglu, geglu_reference),
+    "silu": (tigon.swiglu, swiglu_reference), "gelu": (tigon.geglu, geglu_reference),
     "gelu_tanh": (
         lambda gate, up=None: tigon.geglu(gate, up, approximate="tanh"),
         lambda gate, up=None: geglu_reference(gate, up, approximate="tanh"),
     ),
-}
+}  # fmt: skip
 every_kind = pytest.mark.parametrize(("run", "reference"), KINDS.values(), ids=KINDS)
 
 
@@ -98,11 +97,9 @@ def test_modules_have_the_parameters_of_transformers(mlp):
 
 
 GATES = {
-    "GPT-OSS": ClampedGate(1.5, 1.702, 1.0, is_interleaved=True),
-    "MiniMax M3": ClampedGate(1.5, 1.702, 1.0),
-    "DeepSeek V4": ClampedGate(1.5),
-    "DeepSeek V4, interleaved": ClampedGate(1.5, is_interleaved=True),
-}
+    "GPT-OSS": ClampedGate(1.5, 1.702, 1.0, is_interleaved=True), "MiniMax M3": ClampedGate(1.5, 1.702, 1.0),
+    "DeepSeek V4": ClampedGate(1.5), "DeepSeek V4, interleaved": ClampedGate(1.5, is_interleaved=True),
+}  # fmt: skip
 every_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 
 

@@ -20,10 +20,9 @@ from tigon.runtime.products import multiply
 from tigon.testing import assert_accurate
 
 REFERENCES = {
-    "silu": swiglu_reference,
-    "gelu": geglu_reference,
+    "silu": swiglu_reference, "gelu": geglu_reference,
     "gelu_tanh": lambda gate, up: geglu_reference(gate, up, approximate="tanh"),
-}
+}  # fmt: skip
 every_level = pytest.mark.parametrize("level", LEVELS)
 
 
@@ -65,13 +64,11 @@ def test_factors_of_the_gate_and_of_the_result_are_accurate(level, dtype):
 @pytest.mark.parametrize(
     ("level", "frozen", "saved_counts"),
     [
-        ("default", (), {"x": 1, "gates": 2}),
-        ("lean+mlp", (), {"x": 1, "gates": 0}),
-        ("default", (1, 2, 3), {"x": 0, "gates": 2}),
-        ("lean+mlp", (1, 2, 3), {"x": 1, "gates": 0}),
+        ("default", (), {"x": 1, "gates": 2}), ("lean+mlp", (), {"x": 1, "gates": 0}),
+        ("default", (1, 2, 3), {"x": 0, "gates": 2}), ("lean+mlp", (1, 2, 3), {"x": 1, "gates": 0}),
     ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.kernels
 def test_glu_mlp_saves_only_what_backward_needs(level, frozen, saved_counts):
     inputs = _inputs(2, 9)

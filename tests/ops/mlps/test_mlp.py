@@ -13,11 +13,9 @@ from mlp_cases import HIDDEN, INNER, LEVELS, OUT, gradients_of, run_at
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in
 
 ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu_sigmoid": lambda h: h * torch.sigmoid(1.702 * h),
-    "relu2": lambda h: F.relu(h).square(),
-}
+    "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_sigmoid": lambda h: h * torch.sigmoid(1.702 * h), "relu2": lambda h: F.relu(h).square(),
+}  # fmt: skip
 
 
 def _inputs(*leading: int, dtype: torch.dtype = torch.float32, transposed: bool = False) -> list[Tensor]:

@@ -88,10 +88,9 @@ def test_weights_of_unused_outputs_get_no_gradient(used):
 
 
 VIEWS = {
-    "gaps between rows": lambda x: x[:, 1:5],
-    "one row for all": lambda x: x[:, :1].expand(-1, 6, -1),
+    "gaps between rows": lambda x: x[:, 1:5], "one row for all": lambda x: x[:, :1].expand(-1, 6, -1),
     "gaps between features": lambda x: torch.cat((x, x), -1).view(*x.shape, 2)[..., 0],
-}
+}  # fmt: skip
 
 
 @pytest.mark.kernels

@@ -29,9 +29,8 @@ def test_gated_rms_norm_accuracy(shape, dtype, gate_first, activation, rounding)
     options = {"gate_first": gate_first, "activation": activation, "rounding": rounding, "group_size": group_size}
     assert_as_accurate_as_eager(
         lambda x, gate, w: tigon.gated_rms_norm(x, gate, w, 1e-5, offset=0.5, **options),
-        lambda x, gate, w: gated_rms_norm_reference(x, gate, w, 1e-5, offset=0.5, **options),
-        _inputs(shape, dtype),
-    )
+        lambda x, gate, w: gated_rms_norm_reference(x, gate, w, 1e-5, offset=0.5, **options), _inputs(shape, dtype),
+    )  # fmt: skip
 
 
 MODULES = {
@@ -120,7 +119,6 @@ def test_gated_rms_norm_refuses_bad_input():
         r"weight must have shape \(32,\), got \(16,\)": {"weight": weight[:16]},
         "group_size must divide the 32 features of x, got 5": {"group_size": 5},
         "activation must be one of 'silu', 'sigmoid', got 'gelu'": {"activation": "gelu"},
-        "gate_first must be a bool, got 'yes'": {"gate_first": "yes"},
-        "gate must be": {"gate": None},
-    }
+        "gate_first must be a bool, got 'yes'": {"gate_first": "yes"}, "gate must be": {"gate": None},
+    }  # fmt: skip
     assert_refused(tigon.gated_rms_norm, {"x": x, "gate": gate, "weight": weight}, changes)

@@ -26,9 +26,8 @@ def _inputs(shape: tuple[int, ...], *dtypes: torch.dtype, mean: float = 0.5) -> 
 def test_layer_norm_accuracy(shape, dtype, parameters):
     assert_as_accurate_as_eager(
         lambda *tensors: tigon.layer_norm(*tensors, eps=1e-3),
-        lambda *tensors: layer_norm_reference(*tensors, eps=1e-3),
-        _inputs(shape, *[dtype] * (parameters + 1)),
-    )
+        lambda *tensors: layer_norm_reference(*tensors, eps=1e-3), _inputs(shape, *[dtype] * (parameters + 1)),
+    )  # fmt: skip
 
 
 @pytest.mark.kernels
@@ -94,12 +93,11 @@ def test_layer_norm_refuses_bad_input():
         r"weight must have shape \(8,\), got \(7,\)": {"weight": weight[:7]},
         r"bias must have shape \(8,\), got \(1, 8\)": {"bias": weight[None]},
         "x must be a float32, bfloat16 or float16 tensor, got torch.int64": {"x": x.long()},
-        "x must be a Tensor, got NoneType": {"x": None},
-        "bias must be a Tensor, got int": {"bias": 0},
+        "x must be a Tensor, got NoneType": {"x": None}, "bias must be a Tensor, got int": {"bias": 0},
         "eps must be finite and not negative, got nan": {"eps": float("nan")},
         "x and bias must have the same device": {"bias": weight.to("meta")},
         "x must have at least one dimension, got a scalar": {"x": x[0, 0]},
-    }
+    }  # fmt: skip
     assert_refused(tigon.layer_norm, {"x": x, "weight": weight, "bias": weight}, changes)
     with pytest.raises(ValueError, match=r"LayerNorm: the last dimension of x must have size 8, got shape \(3, 9\)"):
         tigon.LayerNorm(8)(torch.randn(3, 9))

@@ -23,10 +23,9 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtyp
 def test_rms_norm_accuracy(shape, dtype, offset, rounding):
     options = {"offset": offset, "rounding": rounding, "eps": 1e-5}
     assert_as_accurate_as_eager(
-        lambda x, w: tigon.rms_norm(x, w, **options),
-        lambda x, w: rms_norm_reference(x, w, **options),
+        lambda x, w: tigon.rms_norm(x, w, **options), lambda x, w: rms_norm_reference(x, w, **options),
         _inputs(shape, dtype),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.kernels
@@ -91,9 +90,8 @@ def _inputs_with_residual(shape: tuple[int, ...], dtypes: list[torch.dtype]) -> 
 def test_add_rms_norm_accuracy(shape, dtype, options):
     assert_as_accurate_as_eager(
         lambda *tensors: tigon.add_rms_norm(*tensors, **options),
-        lambda *tensors: add_rms_norm_reference(*tensors, **options),
-        _inputs_with_residual(shape, [dtype] * 3),
-    )
+        lambda *tensors: add_rms_norm_reference(*tensors, **options), _inputs_with_residual(shape, [dtype] * 3),
+    )  # fmt: skip
 
 
 HALF, FULL = torch.float16, torch.float32
@@ -194,14 +192,12 @@ def test_rms_norm_refuses_bad_input():
     changes = {
         r"weight must have shape \(8,\), got \(7,\)": {"weight": weight[:7]},
         "x must be a float32, bfloat16 or float16 tensor, got torch.int64": {"x": x.long()},
-        "x must be a Tensor, got list": {"x": [1.0]},
-        "x must be a Tensor, got NoneType": {"x": None},
+        "x must be a Tensor, got list": {"x": [1.0]}, "x must be a Tensor, got NoneType": {"x": None},
         "x must have at least one dimension, got a scalar": {"x": x[0, 0], "weight": None},
         "rounding must be one of 'before_weight', 'after_weight', got 'no'": {"rounding": "no"},
-        "eps must be finite and not negative, got -1": {"eps": -1},
-        "eps must be a number, got NoneType": {"eps": None},
+        "eps must be finite and not negative, got -1": {"eps": -1}, "eps must be a number, got NoneType": {"eps": None},
         "x and weight must have the same device": {"weight": weight.to("meta")},
-    }
+    }  # fmt: skip
     assert_refused(tigon.rms_norm, {"x": x, "weight": weight}, changes)
     with pytest.raises(ValueError, match=r"RMSNorm: the last dimension of x must have size 8, got shape \(3, 9\)"):
         tigon.RMSNorm(8)(torch.randn(3, 9))

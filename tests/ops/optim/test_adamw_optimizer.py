@@ -31,18 +31,11 @@ def _assert_same(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
 
 
 TRAININGS = {
-    "plain": {},
-    "no decay": {"weight_decay": 0.0},
-    "lr tensor": {"lr": torch.tensor(1e-2)},
-    "lr tensor on the device": {"lr": torch.tensor(1e-2, device=DEVICE)},
-    "maximize": {"maximize": True},
-    "fused": {"fused": True},
-    "amsgrad": {"amsgrad": True},
-    "foreach": {"foreach": True},
-    "not foreach": {"foreach": False},
-    "not fused": {"fused": False},
-    "differentiable": {"differentiable": True},
-}
+    "plain": {}, "no decay": {"weight_decay": 0.0}, "lr tensor": {"lr": torch.tensor(1e-2)},
+    "lr tensor on the device": {"lr": torch.tensor(1e-2, device=DEVICE)}, "maximize": {"maximize": True},
+    "fused": {"fused": True}, "amsgrad": {"amsgrad": True}, "foreach": {"foreach": True},
+    "not foreach": {"foreach": False}, "not fused": {"fused": False}, "differentiable": {"differentiable": True},
+}  # fmt: skip
 BY_TORCH = {"amsgrad", "foreach", "not foreach", "not fused", "differentiable"}
 
 

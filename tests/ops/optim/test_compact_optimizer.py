@@ -17,16 +17,12 @@ from tigon.ops.optim.compact_states import _MOMENTS, MIN_QUANTISED, _decoded
 SHAPES = [(33, 128), (7,), (0, 4), (16, 20)]
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 FORMATS = {
-    "8bit, bf16+8": {"state": "8bit", "master": "bf16+8"},
-    "8bit, fp32": {"state": "8bit", "master": "fp32"},
-    "fp32, fp32": {"state": "fp32", "master": "fp32"},
-    "bf16": {"state": "bf16"},
-    "8bit": {"state": "8bit"},
-    "stochastic": {"stochastic_rounding": True},
-    "fp32, stochastic": {"state": "fp32", "stochastic_rounding": True},
+    "8bit, bf16+8": {"state": "8bit", "master": "bf16+8"}, "8bit, fp32": {"state": "8bit", "master": "fp32"},
+    "fp32, fp32": {"state": "fp32", "master": "fp32"}, "bf16": {"state": "bf16"}, "8bit": {"state": "8bit"},
+    "stochastic": {"stochastic_rounding": True}, "fp32, stochastic": {"state": "fp32", "stochastic_rounding": True},
     "clipped": {"max_grad_norm": 1.0},
     "all": {"state": "8bit", "master": "bf16+8", "max_grad_norm": 1.0, "maximize": True, "fused": True},
-}
+}  # fmt: skip
 every_format = pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
 
 
@@ -95,20 +91,13 @@ def test_states_have_the_documented_tensors():
     assert p.numel() >= MIN_QUANTISED > q.numel()
     dtypes = {name: x.dtype for name, x in optimizer.state[p].items()}
     assert dtypes == {
-        "step": torch.float32,
-        "exp_avg_code": torch.int8,
-        "exp_avg_scale": torch.float32,
-        "exp_avg_sq_code": torch.uint8,
-        "exp_avg_sq_scale": torch.float32,
-        "correction": torch.int8,
-    }
+        "step": torch.float32, "exp_avg_code": torch.int8, "exp_avg_scale": torch.float32,
+        "exp_avg_sq_code": torch.uint8, "exp_avg_sq_scale": torch.float32, "correction": torch.int8,
+    }  # fmt: skip
     assert optimizer.state[p]["exp_avg_scale"].numel() == p.numel() // 128
     assert {name: x.dtype for name, x in optimizer.state[q].items()} == {
-        "step": torch.float32,
-        "exp_avg": torch.float32,
-        "exp_avg_sq": torch.float32,
-        "correction": torch.int8,
-    }
+        "step": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32, "correction": torch.int8,
+    }  # fmt: skip
     # A parameter in fp32 needs no master weight.
     optimizer = tigon.AdamW(make_parameters(torch.float32), **OPTIONS, master="bf16+8")
     train(optimizer, 1)
@@ -207,11 +196,9 @@ def test_state_dicts_of_all_formats_are_converted(source, target):
         for x, y in zip(*moments, strict=True):
             # A code of 8 bits is near in the root: 1/127 of the largest value twice, or eps of bf16.
             torch.testing.assert_close(
-                x.sqrt() if (x >= 0).all() else x,
-                y.sqrt() if (y >= 0).all() else y,
-                rtol=0.02,
+                x.sqrt() if (x >= 0).all() else x, y.sqrt() if (y >= 0).all() else y, rtol=0.02,
                 atol=x.abs().max().item() / 100,
-            )
+            )  # fmt: skip
     train(second, 1, 2)
 
 

@@ -53,18 +53,13 @@ def assert_near(ours: list[nn.Parameter], theirs: list[nn.Parameter], lr: float)
 
 
 TRAININGS = {
-    "plain": {},
-    "no decay": {"weight_decay": 0.0},
-    "original": {"adjust_lr_fn": "original"},
-    "match_rms_adamw": {"adjust_lr_fn": "match_rms_adamw", "lr": 1e-3},
-    "small momentum": {"momentum": 0.3},
-    "no momentum": {"momentum": 0.0},
-    "two steps": {"ns_steps": 2},
-    "other coefficients": {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 7},
-    "lr tensor": {"lr": torch.tensor(2e-2)},
+    "plain": {}, "no decay": {"weight_decay": 0.0}, "original": {"adjust_lr_fn": "original"},
+    "match_rms_adamw": {"adjust_lr_fn": "match_rms_adamw", "lr": 1e-3}, "small momentum": {"momentum": 0.3},
+    "no momentum": {"momentum": 0.0}, "two steps": {"ns_steps": 2},
+    "other coefficients": {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 7}, "lr tensor": {"lr": torch.tensor(2e-2)},
     "lr tensor on the device": {"lr": torch.tensor([2e-2], device=DEVICE)},
     "fp16 is too small": {"ns_coefficients": (33.0, -4.0, 2.0), "ns_steps": 1},
-}
+}  # fmt: skip
 CASES = [*itertools.product(TRAININGS, [torch.float32]), ("plain", torch.bfloat16), ("no momentum", torch.bfloat16)]
 
 

@@ -69,12 +69,10 @@ REFUSALS = {
     "a negative rate": (lambda: tigon.Muon([MATRIX], lr=-1.0), "Muon: lr must not be negative, got -1.0"),
     "momentum above one": (lambda: tigon.Muon([MATRIX], momentum=1.5), "Muon: momentum must be in [0, 1], got 1.5"),
     "an option of a group": (
-        lambda: tigon.Muon([{"params": [MATRIX], "momentum": "high"}]),
-        "Muon: momentum must be a number, got 'high'",
+        lambda: tigon.Muon([{"params": [MATRIX], "momentum": "high"}]), "Muon: momentum must be a number, got 'high'",
     ),
     "a string for use_muon": (
-        lambda: tigon.Muon([{"params": [VECTOR], "use_muon": "no"}]),
-        "Muon: use_muon must be a bool, got 'no'",
+        lambda: tigon.Muon([{"params": [VECTOR], "use_muon": "no"}]), "Muon: use_muon must be a bool, got 'no'",
     ),
     "betas of a group of AdamW": (
         lambda: tigon.Muon([{"params": [VECTOR], "use_muon": False, "betas": 3}]),
@@ -90,7 +88,7 @@ REFUSALS = {
         "muon_groups: exclude must have modules and parameters, got 'head'",
     ),
     "no model": (lambda: tigon.muon_groups([VECTOR]), "muon_groups: model must be a Module, got list"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSALS.values(), ids=REFUSALS)

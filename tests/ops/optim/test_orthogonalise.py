@@ -80,13 +80,10 @@ def test_only_the_half_below_the_diagonal_is_computed(blocks):
 def spectrum(name: str, m: int) -> torch.Tensor:
     i = torch.arange(m, dtype=torch.float64)
     return {
-        "flat": torch.ones(m, dtype=torch.float64),
-        "1/i": 1 / (i + 1),
-        "log-uniform": 10 ** (-8 * i / m),
-        "few large": torch.where(i < max(1, m // 64), 1.0, 1e-3),
-        "one large": torch.where(i < 1, 1.0, 1e-4),
+        "flat": torch.ones(m, dtype=torch.float64), "1/i": 1 / (i + 1), "log-uniform": 10 ** (-8 * i / m),
+        "few large": torch.where(i < max(1, m // 64), 1.0, 1e-3), "one large": torch.where(i < 1, 1.0, 1e-4),
         "half zero": torch.where(i < m // 2, 1.0, 0.0),
-    }[name]
+    }[name]  # fmt: skip
 
 
 def make_matrix(m: int, n: int, name: str) -> torch.Tensor:

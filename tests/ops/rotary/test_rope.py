@@ -39,13 +39,10 @@ def test_rope_accuracy_with_other_tables(sizes, dtype, table, layout):
 
 
 SECTIONS = {
-    "three": (2, 3, 3),
-    "alternating, then one": (1,) * 6 + (2,),
-    "two alternating, then the third": (0, 1, 1, 0, 1, 1, 4),
-    "one axis": (8,),
-    "the last axis, wider than a word of bits": (0, 0, 40),
-    "odd": (1, 1, 1),
-}
+    "three": (2, 3, 3), "alternating, then one": (1,) * 6 + (2,),
+    "two alternating, then the third": (0, 1, 1, 0, 1, 1, 4), "one axis": (8,),
+    "the last axis, wider than a word of bits": (0, 0, 40), "odd": (1, 1, 1),
+}  # fmt: skip
 
 
 @pytest.mark.kernels
@@ -99,15 +96,11 @@ def _on_a_part(function):
 @pytest.mark.parametrize(
     ("model", "layout", "partial"),
     [
-        ("llama", "split_half", False),
-        ("glm4_moe", "split_half", True),
-        ("glm", "interleaved", True),
-        ("glm4", "interleaved", True),
-        ("ernie4_5", "interleaved", False),
-        ("helium", "interleaved", False),
+        ("llama", "split_half", False), ("glm4_moe", "split_half", True), ("glm", "interleaved", True),
+        ("glm4", "interleaved", True), ("ernie4_5", "interleaved", False), ("helium", "interleaved", False),
         ("deepseek_v3", "deinterleaved", False),
     ],
-)
+)  # fmt: skip
 def test_rope_agrees_with_functions_of_transformers(model, layout, partial):
     module = _model(model)
     function = module.apply_rotary_pos_emb_interleave if layout == "deinterleaved" else module.apply_rotary_pos_emb
@@ -254,10 +247,9 @@ def test_rope_refuses_bad_input():
         r"cos must have shape \(3, 1 or 2, 3, R\), got \(2, 3, 16\)": {"sections": (2, 3, 3)},
         r"cos must have shape \(1 or 2, 3, R\), got \(3, 2, 3, 16\)": axes,
         "sections must be a sequence of ints, got int": axes | {"sections": 8},
-        "q must be a Tensor, got NoneType": {"q": None},
-        "cos and sin must have the same dtype": {"sin": sin.half()},
+        "q must be a Tensor, got NoneType": {"q": None}, "cos and sin must have the same dtype": {"sin": sin.half()},
         "sin must be a float32": {"sin": sin.long()},
-    }
+    }  # fmt: skip
     for sections in ((2, 3, 4), (9, -1), (4.0, 4.0)):
         shown = str(sections).replace("(", r"\(").replace(")", r"\)")
         changes[f"sections must be lengths that sum up to R / 2 = 8, got {shown}"] = axes | {"sections": sections}

@@ -17,32 +17,17 @@ PACKAGE = Path(tigon.__file__).parent
 # The file or folder that alone may use some private names, and a regular expression for each name.
 PRIVATE_NAMES = {
     "runtime/compat": (
-        r"torch\._[a-zA-Z]",
-        r"torch\.\w+\._[a-zA-Z]",
-        r"_C\._",
-        r"forward_ad\._current_level",
-        "_engine_run_backward",
-        r"aten\._[a-z]",
-        r"\._cdata\b",
-        r"multiprocessing\.reductions",
-        "_resolve_process_group",
-        "_global_forward_hooks",
-        "ToCopyBackward0",
-        r"\._python_dispatch\b",
-        "symbolic_shapes",
-        "_call_impl",
-        "_post_accumulate_grad_hooks",
-        "_replicate_for_data_parallel",
-        "_is_replica",
-        r"\b_schema\b",
-        "kineto_results",
+        r"torch\._[a-zA-Z]", r"torch\.\w+\._[a-zA-Z]", r"_C\._", r"forward_ad\._current_level", "_engine_run_backward",
+        r"aten\._[a-z]", r"\._cdata\b", r"multiprocessing\.reductions", "_resolve_process_group",
+        "_global_forward_hooks", "ToCopyBackward0", r"\._python_dispatch\b", "symbolic_shapes", "_call_impl",
+        "_post_accumulate_grad_hooks", "_replicate_for_data_parallel", "_is_replica", r"\b_schema\b", "kineto_results",
     ),
     "runtime/compat/triton.py": (
         r"triton\.(runtime|knobs|compiler|backends|experimental)",
         "from triton import (knobs|runtime|compiler|backends|experimental)",
     ),
     "runtime/engines.py": ("_hf_hook", "_old_forward", "ds_shape"),
-}
+}  # fmt: skip
 
 
 def read_code(file: Path) -> str:

@@ -54,9 +54,8 @@ def test_the_schema_of_an_operator_names_its_arguments():
     schema = operators.schema_of(torch.ops.aten.mul.Scalar)
     assert schema.name == "aten::mul"
     assert [(argument.name, str(argument.type)) for argument in schema.arguments] == [
-        ("self", "Tensor"),
-        ("other", "number"),
-    ]
+        ("self", "Tensor"), ("other", "number"),
+    ]  # fmt: skip
     assert operators.schema_of(torch.ops.higher_order.cond) is None
 
 

@@ -86,18 +86,12 @@ needs_hopper = pytest.mark.skipif(not has_hopper_instructions(), reason="this Tr
 
 # How many arguments the kernels of tiles pass by position, and the names of the others.
 TILE_FUNCTIONS = {
-    "mbarrier.init": (1, ["count"]),
-    "mbarrier.wait": (2, []),
-    "mbarrier.arrive": (1, []),
-    "mbarrier.expect": (2, []),
-    "mbarrier.MBarrierLayout": (0, []),
-    "tma.async_copy_global_to_shared": (4, []),
-    "tma.async_copy_shared_to_global": (3, []),
-    "tma.store_wait": (0, ["pendings"]),
-    "warpgroup_mma": (3, ["use_acc", "is_async"]),
-    "warpgroup_mma_wait": (0, ["num_outstanding", "deps"]),
+    "mbarrier.init": (1, ["count"]), "mbarrier.wait": (2, []), "mbarrier.arrive": (1, []), "mbarrier.expect": (2, []),
+    "mbarrier.MBarrierLayout": (0, []), "tma.async_copy_global_to_shared": (4, []),
+    "tma.async_copy_shared_to_global": (3, []), "tma.store_wait": (0, ["pendings"]),
+    "warpgroup_mma": (3, ["use_acc", "is_async"]), "warpgroup_mma_wait": (0, ["num_outstanding", "deps"]),
     "fence_async_shared": (0, []),
-}
+}  # fmt: skip
 
 
 @needs_hopper
