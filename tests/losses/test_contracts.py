@@ -27,7 +27,7 @@ def _loss_and_gradient(call: Call, arguments: dict) -> tuple[Tensor, dict[str, T
 DIFFERENTIABLE = [call for call in CALLS if not call.stops_gradient]
 
 
-@one_in(3, call={call.name: call for call in DIFFERENTIABLE}, shape=[(2, 1), (4, 5), (6, 9)])
+@one_in(3, call={call.name: call for call in DIFFERENTIABLE}, shape=[(2, 1), (4, 3), (4, 5)])
 def test_the_gradient_is_the_derivative(call, shape):
     arguments = call.arguments(tokens(*shape, dtype=torch.float64))
     name = next(iter(arguments))
@@ -59,8 +59,7 @@ def test_fp32_agrees_with_fp64(call):
     torch.testing.assert_close(results[torch.float32], results[torch.float64], rtol=2e-5, atol=2e-6)
 
 
-@each_call
-@pytest.mark.parametrize("shape", [(2, 1), (6, 9), (8, 33)], ids=str)
+@one_in(3, call={call.name: call for call in CALLS}, shape=[(2, 1), (6, 9), (8, 33)])
 def test_packed_tokens_give_the_result_of_padded_tokens(call, shape):
     empty = (1,) if shape[0] > 2 else ()
     arguments = call.arguments(tokens(*shape, dtype=torch.float64, empty=empty))
@@ -98,8 +97,7 @@ def test_values_outside_the_mask_change_nothing(call):
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
 
 
-@each_call
-@pytest.mark.parametrize("empty", [(0,), (3,), (0, 3), (0, 1, 2, 3, 4, 5)], ids=str)
+@one_in(2, call={call.name: call for call in CALLS}, empty=[(0,), (3,), (0, 1, 2, 3, 4, 5), (0, 3)])
 def test_completions_without_tokens_are_finite(call, empty):
     x = tokens(6, 9, empty=empty)
     loss, _, grad = _loss_and_gradient(call, call.arguments(x))
@@ -136,6 +134,7 @@ def test_extreme_log_probabilities_are_finite(call):
 
 
 @each_call
+@pytest.mark.sampled(2)
 def test_nothing_depends_on_values_on_the_host(call):
     """A tensor on the meta device has no values: reading one, or a shape that depends on one, raises."""
     arguments = call.arguments(tokens(6, 9))
@@ -171,21 +170,6 @@ def test_compiled_without_a_graph_break(call):
     torch.testing.assert_close((loss.detach(), metrics, grad), _loss_and_gradient(call, arguments))
 
 
-@each_call
-def test_arguments_stay_unchanged_and_metrics_have_no_graph(call):
-    arguments = call.arguments(tokens(6, 9))
-    before = {name: x.clone() for name, x in arguments.items() if isinstance(x, Tensor)}
-    leaf = arguments[next(iter(arguments))].requires_grad_()
-    loss, metrics = call(arguments)
-    first = torch.autograd.grad(loss, leaf, retain_graph=True)
-    assert torch.equal(*first, *torch.autograd.grad(loss, leaf))
-    assert all(torch.equal(arguments[name].detach(), x) for name, x in before.items())
-    assert metrics
-    for metric in metrics.values():
-        assert metric.shape == ()
-        assert not metric.requires_grad
-
-
 def _is_coupled(arguments: dict) -> bool:
     """Return whether the loss of a batch is not a sum over its sequences or pairs."""
     types = arguments.get("loss_type", "")
@@ -195,8 +179,7 @@ def _is_coupled(arguments: dict) -> bool:
 WITH_PARTS = [call for call in CALLS if call.loss is not losses.ppo_value_loss]
 
 
-@pytest.mark.parametrize("call", WITH_PARTS, ids=lambda call: call.name)
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@one_in(2, call={call.name: call for call in WITH_PARTS}, packed={"padded": False, "packed": True})
 def test_the_losses_of_parts_add_up_to_that_of_the_batch(call, packed):
     """The parts have different numbers of sequences, and the chosen sequences another number of tokens."""
     arguments = call.arguments(tokens(8, 9, dtype=torch.float64, empty=(3,)))
@@ -237,16 +220,19 @@ CONSTANTS = ("ref_log_probs", "old_log_probs", "old_values", "returns", "advanta
 
 
 @each_call
-def test_only_the_policy_gets_a_gradient(call):
+def test_only_the_policy_gets_a_gradient_and_arguments_stay_unchanged(call):
     arguments = call.arguments(tokens(6, 9))
+    before = {name: x.clone() for name, x in arguments.items() if isinstance(x, Tensor)}
     name, *others = arguments
-    constants = [other for other in others if other in CONSTANTS]
-    leaves = {key: arguments[key].clone().requires_grad_() for key in (name, *constants)}
-    loss, metrics = call(arguments | leaves)
+    leaves = {key: arguments[key].requires_grad_() for key in (name, *(x for x in others if x in CONSTANTS))}
+    loss, metrics = call(arguments)
+    (first,) = torch.autograd.grad(loss, leaves[name], retain_graph=True)
     loss.backward()
-    assert leaves.pop(name).grad is not None
+    assert torch.equal(leaves.pop(name).grad, first)
     assert all(leaf.grad is None for leaf in leaves.values())
-    assert not any(metric.requires_grad for metric in metrics.values())
+    assert all(torch.equal(arguments[name].detach(), x) for name, x in before.items())
+    assert metrics
+    assert all(metric.shape == () and not metric.requires_grad for metric in metrics.values())
 
 
 @pytest.mark.parametrize("name", losses.__all__)

@@ -129,6 +129,7 @@ def _name(case: dict) -> str:
 
 
 @pytest.mark.parametrize("case", list(_dpo_cases()), ids=_name)
+@pytest.mark.sampled(2)
 def test_dpo(case):
     from trl.trainer.dpo_trainer import DPOTrainer
 
@@ -302,6 +303,7 @@ def _grpo_cases():
 
 
 @pytest.mark.parametrize("case", list(_grpo_cases()), ids=_name)
+@pytest.mark.sampled(2)
 def test_grpo(case):
     from trl.trainer.grpo_trainer import GRPOTrainer
 

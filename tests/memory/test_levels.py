@@ -248,7 +248,7 @@ def test_copies_have_the_level_of_the_model(level, duplicate):
     assert saved_bytes(duplicate(model)) == saved_bytes(model)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2_moe"])
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen2_moe", marks=pytest.mark.thorough)])
 def test_the_last_layer_of_a_checkpointed_model_runs_once(model_type):
     """The last layer is lean. Like the other layers it writes no cache."""
     model = patched("checkpoint", model_type, num_hidden_layers=3)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import typer
 from typer.testing import CliRunner
 
-from benchmarks.ops import cases, providers, runner
+from benchmarks.ops import cases, measure, providers, runner
 from benchmarks.ops.providers import Provider
 from benchmarks.ops.session import bench
 from benchmarks.workloads import Case
@@ -25,6 +25,13 @@ TINY = (
 def small_roofline(monkeypatch):
     monkeypatch.setattr(cases, "CASES", TINY)
     monkeypatch.setattr("benchmarks.ops.measure.median_seconds", lambda call: 1e-3)
+    init = measure.Meter.__init__
+
+    def init_small(meter, device):
+        init(meter, device)
+        meter.copy_bytes, meter.matmul_size = 2**16, 64
+
+    monkeypatch.setattr(measure.Meter, "__init__", init_small)
 
 
 @pytest.fixture

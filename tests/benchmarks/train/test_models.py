@@ -98,16 +98,15 @@ def test_each_provider_trains_the_same_adapters(tmp_path, qlora):
     tokens = tmp_path / "tokens.npy"
     np.save(tokens, torch.randint(64, (4096,)).numpy())
     losses, facts = {}, {}
-    for provider in ("stock", "tigon", "tigon-lean", "frozen"):
+    for provider in ("stock", "tigon-lean", "frozen"):
         job = Job(
             provider, config_fields(CONFIG), str(tokens), 2, 16, 3, 1, "float32", "cpu", lr=1e-2, lora=4, qlora=qlora
         )
         losses[provider], facts[provider] = train(job)
-    assert losses["stock"] == pytest.approx(losses["tigon"], rel=1e-5)
     assert losses["stock"] == pytest.approx(losses["tigon-lean"], rel=1e-5)
     assert losses["stock"][-1] != pytest.approx(losses["frozen"][-1], rel=1e-5)
     assert losses["stock"][0] == pytest.approx(losses["frozen"][0], rel=1e-5)
-    assert "low-rank adapters" in facts["tigon"]["applied"]
+    assert "low-rank adapters" in facts["tigon-lean"]["applied"]
     # A parameter of an adapter has 4 bytes, and so has each of its moments in AdamW.
     trained = 2 * 4 * (4 * (32 + 32) + 3 * (32 + 48))
     assert facts["stock"]["state_bytes"] - facts["frozen"]["state_bytes"] == 3 * 4 * trained

@@ -76,23 +76,23 @@ def rows_of(report, provider):
     return [row for row in report["rows"] if row["provider"] == provider]
 
 
-def test_losses_agree_and_all_files_are_written(run, in_process, tmp_path):
+def test_the_demo_compares_losses_and_writes_all_files(run, in_process, tmp_path):
     names = "stock,tigon,tigon-lean,liger"
-    code, output, report = run(
-        "--providers", names, "--batch", "2", "--seq", "48", "--steps", "12", "--curves", "--lr=3e-3"
-    )
+    options = ("--batch", "2", "--seq", "48", "--steps", "8", "--lr=3e-3")
+    code, output, report = run("--providers", names, *options, command="demo")
     assert code == 0, output
     out = tmp_path / "out"
     assert {file.name for file in out.iterdir()} == {
         "config.json", "train.json", "train.md", "speed_memory.png", "loss.png",
     }  # fmt: skip
+    assert report["settings"]["case"] == "demo"
     assert report["settings"]["parameters"] == report["settings"]["parameters_of_a_rank"] > 100_000
     assert "rms_norm" in report["settings"]["applied"]["tigon"]
     for name in ("stock", "stock-reversed", "tigon", "tigon-lean"):
         (row,) = rows_of(report, name)
-        assert (row["status"], len(row["losses"]), len(row["samples"]["seconds"])) == ("ok", 13, 12)
+        assert (row["status"], len(row["losses"]), len(row["samples"]["seconds"])) == ("ok", 9, 8)
         # The model learns.
-        assert row["losses"][-1] < row["losses"][0] - 0.3
+        assert row["losses"][-1] < row["losses"][0] - 0.2
         assert row["tokens_per_second"] == pytest.approx(96 / row["step_seconds"])
         assert row["allocated"] > 2**20
     assert rows_of(report, "tigon")[0]["losses"] == rows_of(report, "tigon-lean")[0]["losses"]
@@ -103,6 +103,12 @@ def test_losses_agree_and_all_files_are_written(run, in_process, tmp_path):
     markdown = (out / "train.md").read_text()
     assert "## Losses against stock's" in markdown
     assert "| liger | 2 | 48 | - |" in markdown
+    for part in ("tokens/s", "peak GiB", "largest difference", str(out)):
+        assert part in output
+    # A GPU trains a larger model.
+    context = SimpleNamespace(params={"device": "cuda"})
+    use_case(context, "demo")
+    assert (context.default_map["model"], context.default_map["curves"]) == ("Llama-3.2-1B", True)
 
 
 @pytest.mark.thorough
@@ -287,21 +293,6 @@ def test_two_ranks_shard_the_model_and_have_the_losses_of_one_process(run, reque
     assert stock["tokens_per_step"] == lean["tokens_per_step"] == 2 * 32
     assert lean["losses"] == pytest.approx(stock["losses"], abs=1e-4)
     assert len(lean["losses"]) == 3
-
-
-def test_the_demo_is_a_case_that_compares_the_losses_on_each_device(run, in_process, tmp_path, monkeypatch):
-    code, output, report = run("--steps", "3", "--seq", "32", command="demo")
-    assert code == 0, output
-    assert (report["settings"]["case"], report["settings"]["batch"], report["settings"]["lr"]) == ("demo", 4, 1e-3)
-    assert [row["provider"] for row in report["rows"]] == ["stock", "stock-reversed", "tigon"]
-    assert report["curves"]["tigon"]["agrees"] is True
-    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"train.md", "loss.png", "speed_memory.png"}
-    for part in ("tokens/s", "peak GiB", "largest difference", str(tmp_path / "out")):
-        assert part in output
-    # A GPU trains a larger model.
-    context = SimpleNamespace(params={"device": "cuda"})
-    use_case(context, "demo")
-    assert (context.default_map["model"], context.default_map["curves"]) == ("Llama-3.2-1B", True)
 
 
 def test_a_process_that_fails_gives_its_reason_and_leaves_its_log(tmp_path):
