@@ -3,12 +3,10 @@
 An op's file holds the formulas, a reference in torch, launchers (`tigon.runtime.launch.launcher`) and a node:
 
     class _Scale(Node):
-        @staticmethod
         def forward(ctx, x, factor):
             ctx.factor = factor
             return scale_forward(x, factor)
 
-        @staticmethod
         def backward(ctx, dy):
             return (scale_backward(dy, ctx.factor),)
 
@@ -26,8 +24,11 @@ from torch import Tensor
 from tigon.runtime.autograd import without_autocast
 from tigon.runtime.compat.autograd import apply_without_transforms, is_any_autocast_enabled, transforms_are_active
 
+# In the types of torch, `forward` and `backward` are static methods, to which this class turns plain functions.
+_Function: Any = torch.autograd.Function
 
-class Node(torch.autograd.Function):
+
+class Node(_Function):
     """The base class of the autograd functions of ops. It has no second derivative. `backward` returns the gradients of
     the first inputs, as a tuple. This class replaces those that are not needed by None, so a launcher may return an
     empty tensor for them, and it adds None for the other inputs, such as options. Autocast is off while `backward`
@@ -45,8 +46,10 @@ class Node(torch.autograd.Function):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls._apply = staticmethod(apply_without_transforms(cls))
+        if "forward" in vars(cls):
+            cls.forward = staticmethod(cls.forward)
         if "backward" in vars(cls):
-            cls.backward = staticmethod(_framed(cls.__name__.strip("_"), cls.backward))  # type: ignore[method-assign]
+            cls.backward = staticmethod(_framed(cls.__name__.strip("_"), cls.backward))
 
 
 def _framed(name: str, backward: Callable) -> Callable:

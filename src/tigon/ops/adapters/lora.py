@@ -71,7 +71,6 @@ def _eager_sum(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor:
 class _LoRALinears(Node):
     """Compute the outputs y_i of layers with the same input x. `plan` and `tensors` are those of a `NodeCall`."""
 
-    @staticmethod
     def forward(ctx: Any, x: Tensor, plan: NodePlan, records: bool, *tensors: Any) -> tuple[Tensor, ...]:
         rows, seeds = rows_of(x), draw_seeds(plan, x)
         # In this method gradients are off, and `needs_input_grad` does not depend on them.
@@ -98,7 +97,6 @@ class _LoRALinears(Node):
         keep_none_gradients(ctx)
         return tuple([ys[i] for i in range(len(ys))])
 
-    @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         dys = {i: rows_of(dy) for i, dy in enumerate(upstream) if dy is not None}
         dx, gradients = _node_gradients(ctx, dys)
@@ -142,7 +140,6 @@ def _node_gradients(ctx: Any, dys: Mapping[int, Tensor]) -> tuple[Tensor | None,
 class _AddAdapters(Node):
     """Add the outputs of adapters for the input x to y, the output of the layer without adapters."""
 
-    @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, plan: NodePlan, *tensors: Any) -> Tensor:
         rows, seeds = rows_of(x), draw_seeds(plan, x)
         h = compute_hidden(rows, plan, tensors, dropout_masks(plan, rows, tensors, seeds))
@@ -153,7 +150,6 @@ class _AddAdapters(Node):
         ctx.fp8 = None
         return out
 
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         dx, gradients = _node_gradients(ctx, {0: rows_of(dy)})
         return dx, dy, None, *gradients

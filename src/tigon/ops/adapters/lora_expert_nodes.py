@@ -157,7 +157,6 @@ class ExpertsCall(NamedTuple):
 class LoRAExperts(Node):
     """Compute y from x, the weights of the router, and the factors A and B in turn of the adapters of both products."""
 
-    @staticmethod
     def forward(
         ctx: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, routing: Routing, call: ExpertsCall,
         *factors: Tensor,
@@ -187,7 +186,6 @@ class LoRAExperts(Node):
         del h
         return combine(z, weights, routing, x.dtype)
 
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, up, down, h, p, wq, slot, order, expert, ends, *factors = ctx.saved_tensors
         kind, transposed, scalings, _ = ctx.call
@@ -268,7 +266,6 @@ def _rebuild(
 class AddGroupedAdapters(Node):
     """Add the low-rank products of sorted rows x [S, N] to y [S, M], the product with the weights, in place."""
 
-    @staticmethod
     def forward(
         ctx: Any, x: Tensor, y: Tensor, routing: Routing, scalings: tuple[float, ...], *factors: Tensor
     ) -> Tensor:
@@ -282,7 +279,6 @@ class AddGroupedAdapters(Node):
         ctx.scalings = scalings
         return y
 
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, p, slot, order, expert, ends, *factors = ctx.saved_tensors
         routing, rows = Routing(slot, order, expert, ends), _rows(dy)

@@ -98,7 +98,6 @@ def _multiply_gates(rows: Tensor, weights: Sequence[Any], operand: Fp8Operand | 
 class _LoRAGLUMLP(Node):
     """Compute y from x and the tensors of gate, up and down. gate and up are saved if `saves_gates` is True."""
 
-    @staticmethod
     def forward(
         ctx: Any, x: Tensor, plan: NodePlan, kind: str, saves_gates: bool, is_checkpointed: bool, records: bool,
         *tensors: Any,
@@ -133,7 +132,6 @@ class _LoRAGLUMLP(Node):
             group.end_forward()
         return y
 
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, h, down_h, gate, up, *saved = unpack_gated(ctx)
         tensors, glu = saved_tensors(ctx, saved), _plan_glu(ctx.plan)

@@ -64,7 +64,6 @@ def fp8_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool, sourc
 
 
 class _Fp8GroupedLinear(Node):
-    @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool, name: str, cache: WeightCache | None
     ) -> Tensor:
@@ -73,7 +72,6 @@ class _Fp8GroupedLinear(Node):
         ctx.transposed, ctx.source = transposed, Fp8Source(name, cache)
         return fp8_product(x, weight, ends, transposed, ctx.source)
 
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, ends = ctx.saved_tensors
         dx = None if weight is None else fp8_product(dy, weight, ends, not ctx.transposed, ctx.source)

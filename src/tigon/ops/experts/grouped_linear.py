@@ -102,13 +102,11 @@ def group_sums(rows: Tensor, ends: Tensor, factors: Tensor | None = None) -> Ten
 
 
 class _GroupedLinear(Node):
-    @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         needs_dx, needs_dweight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_dweight else None, weight if needs_dx else None, ends)
         return grouped_product(x, weight, ends)
 
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         # Each product chooses its kernel by its own factors: dy has another width, other strides and another address.
         x, weight, ends = ctx.saved_tensors
@@ -117,12 +115,10 @@ class _GroupedLinear(Node):
 
 
 class _RowsOfGroups(Node):
-    @staticmethod
     def forward(ctx: Any, x: Tensor, group: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(ends)
         return x[group]
 
-    @staticmethod
     def backward(ctx: Any, drows: Tensor) -> tuple[Tensor]:
         return (group_sums(drows.contiguous(), *ctx.saved_tensors),)
 

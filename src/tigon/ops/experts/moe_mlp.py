@@ -75,7 +75,6 @@ def moe_mlp_reference(
 
 
 class _MoEMLP(Node):
-    @staticmethod
     def forward(
         ctx: Any, options: ExpertOptions, saves_h: bool, in_fp8: bool, cache: WeightCache | None, *tensors: Any
     ) -> Tensor:
@@ -101,7 +100,6 @@ class _MoEMLP(Node):
         ctx.options, ctx.needs, ctx.in_fp8, ctx.cache = options, needs, in_fp8, cache
         return y
 
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, h, weights, up, down, up_bias, down_bias, *matrices = ctx.saved_tensors
         saved = SavedExperts(x, h, weights, up, down, up_bias, down_bias, Routing(*matrices))

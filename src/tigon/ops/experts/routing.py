@@ -160,21 +160,18 @@ def spread_tokens(
 
 
 class _Spread(Node):
-    @staticmethod
     def forward(ctx: Any, x: Tensor, slot: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor | None:
         ctx.save_for_backward(slot, ends)
         ctx.dtype = x.dtype
         rows, _ = spread_tokens(x, None, None, slot, ends, dtype, True, False)
         return rows
 
-    @staticmethod
     def backward(ctx: Any, drows: Tensor) -> tuple[Tensor]:
         slot, ends = ctx.saved_tensors
         return (sum_rows_of_tokens(drows, None, slot, ends, ctx.dtype),)
 
 
 class _Combine(Node):
-    @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weights: Tensor | None, slot: Tensor, ends: Tensor, dtype: torch.dtype
     ) -> Tensor:
@@ -184,7 +181,6 @@ class _Combine(Node):
         ctx.dtype = rows.dtype
         return sum_rows_of_tokens(rows, weights, slot, ends, dtype)
 
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights, slot, ends = ctx.saved_tensors
         return spread_tokens(dy, rows, weights, slot, ends, ctx.dtype, *ctx.needs_input_grad[:2])

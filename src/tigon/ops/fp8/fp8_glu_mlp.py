@@ -69,7 +69,6 @@ class _Call(NamedTuple):
 
 
 class _Fp8GLUMLP(Node):
-    @staticmethod
     def forward(
         ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, call: _Call
     ) -> Tensor:
@@ -98,7 +97,6 @@ class _Fp8GLUMLP(Node):
         y = multiply_fp8(a, down_copies.rows_of(0, len(down_weight)), x.dtype, is_fast=True)
         return reshape_without_view(y, (*x.shape[:-1], len(down_weight)))
 
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         options, kind, is_rowwise = ctx.options, ctx.kind, ctx.options.is_rowwise
         x, values, scale, gate_weight, up_weight, down_weight, gate, up = unpack_gated(ctx)

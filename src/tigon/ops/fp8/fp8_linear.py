@@ -40,13 +40,11 @@ from tigon.runtime.op import Node
 class _Fp8LinearReference(Node):
     """y = Q(x) Q(W)^T [T, O] and its gradients, with each factor rounded and each product emulated in torch."""
 
-    @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, options: Fp8Options) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.options = options
         return emulate_fp8(_factor(x, options), _factor(weight, options), x.dtype)
 
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         (x, weight), options = ctx.saved_tensors, ctx.options
         dx = emulate_fp8(_factor(dy, options), _factor(weight.t(), options), x.dtype)
@@ -100,7 +98,6 @@ def uses_autocast(x: Tensor) -> bool:
 
 
 class _Fp8Projections(Node):
-    @staticmethod
     def forward(
         ctx: Any, x: Tensor, options: Fp8Options, cache: WeightCache | None, records: bool, *parameters: Any
     ) -> tuple[Tensor, ...]:
@@ -125,7 +122,6 @@ class _Fp8Projections(Node):
         keep_none_gradients(ctx)
         return tuple(outputs)
 
-    @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         options, widths = ctx.options, ctx.widths
         x, values, scale, *weights = ctx.saved_tensors

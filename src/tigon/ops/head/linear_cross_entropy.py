@@ -84,7 +84,6 @@ class _Targets(NamedTuple):
 
 
 class _LinearCrossEntropy(Node):
-    @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low_rank_h: Tensor | None,
         low_rank_b: Tensor | None, targets: _Targets, accumulation: AccumulatedGradient | None, settings: LossSettings,
@@ -115,7 +114,6 @@ class _LinearCrossEntropy(Node):
         loss = statistics.loss.sum() if settings.is_reduced else statistics.loss
         return loss, statistics.z_loss, statistics.predicted, statistics.log_probs, statistics.entropy
 
-    @staticmethod
     def backward(
         ctx: Any, dloss: Tensor | None, _dz_loss: None, _dpredicted: None, dlog_probs: Tensor | None,
         dentropy: Tensor | None,

@@ -158,7 +158,6 @@ def linear_distillation_reference(
 
 
 class _LinearDistillation(Node):
-    @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher: Teacher, scales: Tensor,
         valid_rows: ValidRows | Literal[False] | None, settings: DistillationSettings,
@@ -181,7 +180,6 @@ class _LinearDistillation(Node):
         ctx.mark_non_differentiable(*(each for each in further if each is not None))
         return loss, *further
 
-    @staticmethod
     def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         settings, saved = ctx.settings, ctx.saved_tensors
         if dloss is None:

@@ -82,7 +82,6 @@ def linear_log_probs_reference(
 
 
 class _LinearLogProbs(Node):
-    @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, extra_targets: Tensor | None,
         valid_rows: ValidRows | Literal[False] | None, settings: LogProbSettings,
@@ -100,7 +99,6 @@ class _LinearLogProbs(Node):
         ctx.mark_non_differentiable(*(values for values in constants if values is not None))
         return result.log_probs, result.entropy, result.extra_log_probs, *constants
 
-    @staticmethod
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None, dextra: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:

@@ -275,7 +275,6 @@ def _agree(used_gradients: list[Tensor], gradients: list[Tensor], is_valid: Tens
 class LinearLoss(Node):
     """Return a zero that has the gradients dx, dw and db for x, weight and bias."""
 
-    @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dx: Tensor | None, dw: Tensor | None,
         db: Tensor | None,
@@ -284,7 +283,6 @@ class LinearLoss(Node):
         ctx.save_for_backward(dx, dw, db)
         return x.new_zeros((), dtype=torch.float32)
 
-    @staticmethod
     def backward(ctx: Any, dloss: Tensor | None) -> tuple[Tensor | None, ...]:
         gradients = ctx.saved_tensors
         if dloss is None:

@@ -139,7 +139,6 @@ def cross_entropy_backward(
 
 
 class _CrossEntropy(Node):
-    @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options,
         in_place: bool, wants: Wants, shard: Shard,
@@ -157,7 +156,6 @@ class _CrossEntropy(Node):
         ctx.mark_non_differentiable(result.z_loss, result.predicted)
         return result.loss, result.z_loss, result.predicted, result.log_probs, result.entropy
 
-    @staticmethod
     def backward(
         ctx: Any, dloss: Tensor | None, _dz_loss: None, _dpredicted: None, dlog_probs: Tensor | None,
         dentropy: Tensor | None,

@@ -53,7 +53,6 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Divergence(Node):
-    @staticmethod
     def forward(
         ctx: Any, input: Tensor, target: Tensor, labels: Tensor | None, inverse_count: Tensor | None, needs_dx: bool,
         options: DivergenceOptions,
@@ -65,7 +64,6 @@ class _Divergence(Node):
         ctx.in_forward, ctx.options, ctx.shape = in_forward, options, input.shape
         return loss
 
-    @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.in_forward:
             (dx,) = ctx.saved_tensors

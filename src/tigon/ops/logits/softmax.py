@@ -131,13 +131,11 @@ def softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
 
 
 class _Softmax(Node):
-    @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         y = softmax_forward(x)
         ctx.save_for_backward(y)
         return y
 
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor]:
         (y,) = ctx.saved_tensors
         return (softmax_backward(dy, y),)

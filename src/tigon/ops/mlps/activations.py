@@ -39,13 +39,11 @@ def relu2_reference(x: Tensor) -> Tensor:
 
 
 class _Activation(Node):
-    @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
         ctx.save_for_backward(x)
         ctx.kind = kind
         return activation_forward(x, kind)
 
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor]:
         (x,) = ctx.saved_tensors
         return (activation_backward(dy, x, ctx.kind),)

@@ -46,13 +46,11 @@ def geglu_reference(gate: Tensor, up: Tensor | None = None, *, approximate: str 
 
 
 class _GLU(Node):
-    @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, kind: str, *options: Any) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.kind, ctx.options = kind, GateOptions(*options) if options else PLAIN_GATE
         return glu_forward(gate, up, kind, ctx.options)
 
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         needs_dgate, needs_dup = ctx.needs_input_grad[:2]

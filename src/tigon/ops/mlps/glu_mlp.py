@@ -77,7 +77,6 @@ class _GLUMLP(Node):
     """Compute y from x without saving a. gate and up are saved if `saves_gates` is True. `activation` holds the kind of
     the gate, and its numbers."""
 
-    @staticmethod
     def forward(
         ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
         activation: tuple[str, GateOptions], saves_gates: bool, is_checkpointed: bool,
@@ -91,7 +90,6 @@ class _GLUMLP(Node):
         ctx.activation, ctx.shape = activation, x.shape
         return linear(glu_forward(gate, up, *activation).view(*x.shape[:-1], -1), down_weight)
 
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate_weight, up_weight, down_weight, gate, up = unpack_gated(ctx)
         needs_dx, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:4]

@@ -65,7 +65,6 @@ class _MLP(Node):
     """Compute y from x without saving a. The options are the kind of the activation, whether h is saved, and whether
     the layer is checkpointed."""
 
-    @staticmethod
     def forward(
         ctx: Any, x: Tensor, up_weight: Tensor, down_weight: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
         options: tuple[str, bool, bool],
@@ -79,7 +78,6 @@ class _MLP(Node):
         ctx.kind, ctx.shape = kind, x.shape
         return linear(activation_forward(h, kind).view(*x.shape[:-1], -1), down_weight, down_bias)
 
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, up_weight, down_weight, up_bias, h = unpack_gated(ctx)
         needs_x, needs_up, needs_down, needs_up_bias, needs_down_bias = ctx.needs_input_grad[:5]

@@ -33,7 +33,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Linears(Node):
-    @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
         # The parameters are W_0, b_0, W_1, b_1 and so on.
         weights, biases = parameters[::2], parameters[1::2]
@@ -43,7 +42,6 @@ class _Linears(Node):
         keep_none_gradients(ctx)
         return tuple([linear(x, w, b) for w, b in zip(weights, biases, strict=True)])
 
-    @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         if x is not None:

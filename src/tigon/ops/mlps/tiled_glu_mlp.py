@@ -73,7 +73,6 @@ class _WeightSum:
 class _TiledGLUMLP(Node):
     """Compute y from x in tiles of `tile` tokens. `activation` holds the kind of the gate, and its numbers."""
 
-    @staticmethod
     def forward(
         ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
         activation: tuple[str, GateOptions], tile: int, is_checkpointed: bool,
@@ -90,7 +89,6 @@ class _TiledGLUMLP(Node):
             del a
         return y
 
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate_weight, up_weight, down_weight = unpack_gated(ctx)
         needs_x, *needs = ctx.needs_input_grad[:4]

@@ -54,14 +54,12 @@ def gated_rms_norm_reference(
 
 
 class _GatedRMSNorm(Node):
-    @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor | None, *options: Any) -> Tensor:
         ctx.options = GatedNormOptions(*options)
         y, rstd = gated_norm_forward(x, gate, weight, ctx.options)
         ctx.save_for_backward(x, gate, weight, rstd)
         return y
 
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, rstd = ctx.saved_tensors
         needs = NeededGatedNormGradients(*ctx.needs_input_grad[:3])

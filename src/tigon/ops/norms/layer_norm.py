@@ -37,14 +37,12 @@ def layer_norm_reference(
 
 
 class _LayerNorm(Node):
-    @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         y, _, statistics = norm_forward(x, None, weight, bias, NormOptions(eps, 0.0, False, True))
         ctx.save_for_backward(x, weight, statistics)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
-    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, statistics = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]

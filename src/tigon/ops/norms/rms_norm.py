@@ -64,7 +64,6 @@ class _RMSNorm(Node):
     """Compute y of x, or of x + residual, and return the first `count` of y, the normalised tensor and the statistics.
     The kernel that computes the gradient of the normalised tensor adds the gradient of that output."""
 
-    @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, options: NormOptions, finds_maximum: bool,
         count: int,
@@ -85,7 +84,6 @@ class _RMSNorm(Node):
         ctx.mark_non_differentiable(statistics)
         return y, total, statistics
 
-    @staticmethod
     def backward(
         ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None, dstatistics: None = None
     ) -> tuple[Tensor | None, ...]:

@@ -63,7 +63,6 @@ def _result_dtype(x: Tensor, weight: Tensor | None, table: Tensor, round_first: 
 
 
 class _QKNormRope(Node):
-    @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor,
         sin: Tensor, round_first: bool, options: HeadOptions,
@@ -79,7 +78,6 @@ class _QKNormRope(Node):
         keep_none_gradients(ctx)
         return q_out, None if k is None else k_out
 
-    @staticmethod
     def backward(ctx: Any, dq_out: Tensor | None, dk_out: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin, rstd, *saved_inputs = ctx.saved_tensors
         upstream = dq_out, dk_out, dq_out, dk_out

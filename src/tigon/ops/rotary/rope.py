@@ -90,7 +90,6 @@ def rope_reference(
 
 
 class _Rope(Node):
-    @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype | None, options: HeadOptions
     ) -> tuple[Tensor, Tensor | None]:
@@ -106,7 +105,6 @@ class _Rope(Node):
         q_out, k_out = rope_rotate(q, k, cos, sin, options, False, q_dtype, k_dtype)
         return q_out, None if k is None else k_out
 
-    @staticmethod
     def backward(ctx: Any, dq_out: Tensor | None, dk_out: Tensor | None) -> tuple[Tensor | None, ...]:
         needs_dq, needs_dk = ctx.needs_input_grad[:2]
         dq_out, dk_out = dq_out if needs_dq else None, dk_out if needs_dk else None
