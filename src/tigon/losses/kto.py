@@ -1,13 +1,5 @@
 """KTO: a loss of completions that are labelled desirable or undesirable, without pairs.
 
-With x the sum of log p - log p_ref over the tokens of a completion, s the sigmoid and b `beta`:
-
-    kto                 desirable: 1 - s(b (x - z))    undesirable: 1 - s(b (z - x))    z = max(0, KL)
-    apo_zero_unpaired   desirable: 1 - s(b x)          undesirable: s(b x)
-
-KL estimates the divergence of the policy from the reference on completions that do not belong to their prompts. The
-loss is the mean over all completions of the above, times `desirable_weight` or `undesirable_weight`.
-
 Shapes: N sequences, L tokens of a padded row, T packed tokens.
 """
 

@@ -1,15 +1,5 @@
 """Losses of preferences without a reference model: ORPO, CPO and SimPO.
 
-With p_w and p_l the probabilities of the chosen and of the rejected completion, and a_w, a_l the means of log p over
-their tokens:
-
-    ORPO   nll - b mean(log s(log odds(a_w) - log odds(a_l))),   log odds(a) = a - log(1 - exp(a))
-    CPO    mean(-log s(b (log p_w - log p_l))) + c nll
-    SimPO  mean(-log s(b (a_w - a_l) - g))
-
-`nll` is the negative mean of log p over the tokens of all chosen completions, s the sigmoid, b `beta`, c `cpo_alpha`
-and g `simpo_gamma`.
-
 Shapes: N = 2 P sequences, P chosen ones followed by their P rejected ones; L tokens of a padded row, T packed tokens.
 """
 
@@ -57,8 +47,8 @@ def orpo_loss(
     """Return the loss of ORPO (odds ratio preference optimisation), and its metrics.
 
     It is nll - beta mean(log sigmoid(log odds(a_w) - log odds(a_l))), with a the mean of log p over the tokens of a
-    completion and log odds(a) = a - log(1 - exp(a)). The odds ratio of a pair counts as 1 if one of its completions has
-    no tokens.
+    completion, log odds(a) = a - log(1 - exp(a)), and nll the negative mean of log p over the tokens of all chosen
+    completions. The odds ratio of a pair counts as 1 if one of its completions has no tokens.
 
     Args:
         log_probs, mask, cu_seqlens, part_of: See `dpo_loss`; [N, L] fp32 and bool, or [T] if they are packed.

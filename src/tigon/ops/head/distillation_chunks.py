@@ -1,9 +1,6 @@
 """The loss of distillation over two heads, one chunk of tokens at a time, the gradients of the student, and checks.
 
-For each chunk, one product computes the student's logits a, and one the teacher's b. The kernel of
-`ops/logits/distillation.py` overwrites a with da. Two products compute dx = da W and dW += da^T x. A teacher that is
-given as logits, probabilities or log-probabilities needs no product.
-
+A teacher that is given as logits, probabilities or log-probabilities needs no product.
 Logits of half-precision models may be stored in fp32. Their gradient is rounded to half precision for its products, and
 takes the first half of each row.
 

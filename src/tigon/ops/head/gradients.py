@@ -1,7 +1,4 @@
-"""The gradients of a linear layer's inputs, summed over chunks of tokens.
-
-    dx  = da W,   dW += da^T x,   db += sum_rows(da)        a = x W^T + b + h B^T
-    dh  = da B,   dB += da^T h
+"""The gradients of a linear layer's inputs, summed over chunks of tokens (`chunks` has their formulas).
 
 The first chunk writes the sum dW [V, H], and the others add to it. With a half-precision dW, every chunk reads dW, adds
 to it, and rounds once more. An fp32 sum avoids these roundings, but as a whole it would need a buffer of twice the size

@@ -1,14 +1,8 @@
 r"""Cross entropy of `input @ linear_weight.T + bias` that never holds all logits.
 
-The tokens are processed in chunks of C, so that C * V logits fit in a budget. For each chunk:
-
-    a   = x W^T + b                     one product; the kernels of `token.kernels` then overwrite a with da
-    dx  = da W                          one product
-    dW += da^T x,   db += sum_rows(da)  one product
-
-Ignored tokens are removed before the products. The forward pass computes the gradients, because it has the logits:
-three products in total. Backward multiplies the gradients by the upstream gradient. If the upstream gradient is one, it
-does not read the gradients.
+The tokens are processed in chunks, so that the logits of a chunk fit in a budget (`chunks`). Ignored tokens are removed
+before the products. The forward pass computes the gradients, because it has the logits: three products in total.
+Backward multiplies the gradients by the upstream gradient. If the upstream gradient is one, it does not read them.
 
 In two cases backward recomputes the logits and computes the gradients from them: four products in total. With
 `reduction="none"` the upstream gradient differs from token to token, and dW depends on it. In fp16, da / T would
@@ -18,7 +12,7 @@ returned log-probabilities and entropies, if they have an upstream gradient.
 Each chunk reads and writes dW once more, and rounds it once more. There are therefore as few chunks as the budget
 allows, and a half-precision dW of more than `ChunkConfig.max_chunks` chunks is summed in fp32.
 
-Shapes: T tokens (all leading dimensions), H hidden, V vocabulary, C tokens of a chunk.
+Shapes: T tokens (all leading dimensions), H hidden, V vocabulary.
 """
 
 from typing import Any, Literal, NamedTuple

@@ -13,12 +13,10 @@ The fp32 dx takes 128 MiB there. If the sum dx of all tokens would take more mem
 tokens are cut into blocks, and dW is summed over the blocks in fp32.
 
 The two passes multiply matrices of different shapes, for which cuBLAS may pick kernels that round differently, in half
-precision by a whole unit of a logit's last place. The probabilities of the backward pass then do not sum to one. For
-most tokens this is no worse than the rounding of the logits itself. But if one probability is near one, eager code
-loses nothing, because the rounding of its logit cancels: p = exp(z - lse). The forward pass therefore saves the index
-of the largest logit, and the backward pass uses the largest logit of the forward pass there. With fp32 logits of 16 and
-a temperature of 0.7, the error of dx is 10 times that of eager code without this, and at most that of eager code with
-it.
+precision by a whole unit of a logit's last place. The probabilities of the backward pass then do not sum to one. This
+matters if one probability is near one: eager code then loses nothing, because the rounding of its logit cancels in
+p = exp(z - lse). The forward pass therefore saves the index of the largest logit, and the backward pass uses the
+largest logit of the forward pass there. Without this, the error of dx can be 10 times that of eager code.
 
 Shapes: T tokens, H hidden, V vocabulary (the rows of this rank), C tokens of a chunk or block, v columns of a slab,
 K extra targets of each token.

@@ -1,13 +1,8 @@
 r"""Activations without a gate: the Gaussian error linear unit and its two approximations, and the squared ReLU.
 
-    gelu      y = x * (1 + erf(x / sqrt 2)) / 2                              (Hendrycks and Gimpel, arXiv:1606.08415)
-    tanh      y = x * (1 + tanh u) / 2,  u = sqrt(2 / pi) * (x + 0.044715 x^3)
-    sigmoid   y = x * s(1.702 x), called "quick GELU" by models
-    relu2     y = relu(x)^2,  dx = 2 relu(x) dy                              (So et al., arXiv:2109.08668)
-
-s is the logistic function. The kernels (`activation_kernels.py`) compute in fp32 and round once. Models that write an
-approximation as a sequence of torch operations round after each of them, and save up to seven tensors of the size of x.
-These ops save x. As in eager code, NaN stays NaN, and dx of relu2 is 0 for x <= 0, even if dy is NaN.
+`activation_kernels.py` has the formulas (Hendrycks and Gimpel, arXiv:1606.08415; So et al., arXiv:2109.08668). Models
+that write an approximation as a sequence of torch operations round after each of them, and save up to seven tensors of
+the size of x. These ops save x. As in eager code, NaN stays NaN, and dx of relu2 is 0 for x <= 0, even if dy is NaN.
 
 Shapes: M = rows, N = features.
 """

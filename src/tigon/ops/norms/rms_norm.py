@@ -1,12 +1,7 @@
 r"""Root-mean-square normalisation of an input, or of a sum of two (Zhang and Sennrich, arXiv:1910.07467).
 
-    rstd  = (mean(x^2) + eps)^-1/2                        (fp32)
-    y     = (offset + w) * x * rstd
-    dx    = rstd * (g - x_hat * mean(g * x_hat)),  g = dy * (offset + w),  x_hat = x * rstd
-    dw    = sum_rows(dy * x_hat)
-
 `add_rms_norm` normalises x + residual, and also returns the sum, which is the next residual. The gradient of the sum is
-then added to dx, and dx is also the gradient of the residual. The kernels are in `kernels.py`.
+then added to dx, and dx is also the gradient of the residual. `kernels.py` has the kernels and the formulas.
 
 Shapes: M = rows (all leading dimensions), N = features.
 """

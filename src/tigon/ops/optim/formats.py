@@ -14,12 +14,9 @@ down. The values of u in successive steps t are evenly distributed, so that on a
 
     u = fractional part of (i 0.7549 + t 0.6180) for element i, in fixed point of 32 bits
 
-Such a sequence (Weyl, 1916) covers [0, 1) more evenly than random numbers, which add more noise. On a small Llama with
-beta2 = 0.999, the update differs from that of fp32 moments by 2 % to 6 % of its norm after 300 steps. With rounding to
-nearest it differs by 2 % to 10 %.
-
-Blocks are from Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861). Gonzalez Ortiz et
-al., "FlashOptim" (arXiv:2602.23349), replace tables of codes by functions such as the square root of v.
+On a small Llama with beta2 = 0.999, the update differs from that of fp32 moments by 2 % to 6 % of its norm after 300
+steps, and by 2 % to 10 % with rounding to nearest. Sources: blocks of Dettmers et al., arXiv:2110.02861; functions in
+place of tables of codes of Gonzalez Ortiz et al., "FlashOptim", arXiv:2602.23349.
 
 A 24-bit master weight is an fp32 number whose lowest 8 bits are zero, given by its bits:
 
@@ -27,8 +24,7 @@ A 24-bit master weight is an fp32 number whose lowest 8 bits are zero, given by 
     correction = int8((bits - (parameter << 16)) >> 8), in -128..127
 
 fp32 is rounded to 24 bits, and these to bf16, to nearest, with ties away from zero. The correction is exact even where
-the exponents of the two numbers differ, so parameter and correction hold all 24 bits. FlashOptim stores a correction of
-8 bits too, as a fraction of the distance between bf16 numbers.
+the exponents of the two numbers differ, so parameter and correction hold all 24 bits.
 
 Stochastic rounding takes bf16 from the upper bits of an fp32 number plus a random number:
 

@@ -6,9 +6,8 @@ Muon (Jordan et al., https://kellerjordan.github.io/posts/muon, 2024) takes five
     X <- (a I + b A + c A^2) X,   A = X X^T,   (a, b, c) = (3.4445, -4.7750, 2.0315)
 
 from X / max(|X|_F, eps), which move singular values above about 0.003 to 0.7..1.2. Other coefficients, also one triple
-for each step, may be given, such as those of the Polar Express (Amsel et al., arXiv:2505.16932) with the safety factor
-of that paper. X has M <= N rows; a taller matrix is
-transposed.
+for each step, may be given, such as those of the Polar Express (Amsel et al., arXiv:2505.16932). X has M <= N rows; a
+taller matrix is transposed.
 
 **The reference** is the loop of `torch.optim.Muon`: it rounds A, the polynomial and X to bf16 in every step.
 
@@ -17,22 +16,16 @@ iterates on small matrices, because all factors are polynomials of the first A. 
 
     Z = b R + c R^2,   Q <- Q (a I + Z),   R <- (a I + Z) R (a I + Z)      in each step,   and at the end   X <- Q X
 
-Each product is symmetric, so it costs half (`symmetric_product`). Multiplications and additions of one matrix:
-
-    loop of torch, 5 steps:           20 M^2 N + 10 M^3
-    the same, symmetric products:     15 M^2 N +  5 M^3
-    Gram form, 5 steps, one restart:   6 M^2 N + 14 M^3
-
-For the 224 matrices of the layers of Llama-3-8B these are 666, 472 and 321 TFLOP. At 780 TFLOP/s, the floor of the Gram
-form is 412 ms, and that of torch's loop 854 ms.
+Each product is symmetric, so it costs half (`symmetric_product`). One matrix takes 6 M^2 N + 14 M^3 multiplications and
+additions (5 steps, one restart), and 20 M^2 N + 10 M^3 in the loop. For the 224 matrices of the layers of Llama-3-8B
+at 780 TFLOP/s, the floor of the Gram form is 412 ms, and that of the loop 854 ms.
 
 **Precision.** Rounding errors of R grow with Q, so R is computed from X again (a restart) after step 3, then after
 every second step, and before the product of the factors a exceeds 45, as it does for the Polar Express after step 2. R,
 Z and Q are fp16, which has three bits more than bf16 at the same speed and whose range is large enough for |Q| < 45.
-The mean of the eigenvalues of R is 1 / M, and fp16 has fewer digits below 6e-5, but the terms b R and c R^2 are small
-beside a there: for [2048, 2560], a factor M in R changes the error by less than 1 %. X stays in bf16 and is never
-divided by its norm: R and the result are scaled instead. Coefficients whose products could leave the range of fp16 are
-computed by the loop.
+fp16 has fewer digits below 6e-5, where the terms b R and c R^2 are small beside a. X stays in bf16 and is never divided
+by its norm: R and the result are scaled instead. Coefficients whose products could leave the range of fp16 are computed
+by the loop.
 
 The error against exact arithmetic, relative in the Frobenius norm, for [256, 896] and spectra from flat to rank 1 (the
 loop of torch, the Gram form in bf16 with a restart after step 2, as here):

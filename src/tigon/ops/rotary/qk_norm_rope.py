@@ -1,14 +1,7 @@
 r"""RMS normalisation of queries and keys, then rotary position embedding, in one kernel for each direction.
 
-    x_hat = x * rstd,  rstd = (mean(x^2) + eps)^-1/2                                                       (fp32)
-    y     = rotate((offset + w) * x_hat)
-    g     = (offset + w) * h,  h = rotate_back(dy)
-    dx    = rstd * (g - x_hat * mean(g * x_hat))
-    dw    = sum(h * x_hat)
-
-The mean is over the features of one head (w of shape [D], Qwen3, Gemma 3) or over all heads of a token together (w of
-shape [H D], OLMo 2). `rotate` is the rotation of `tigon.ops.rotary.rope`, in all its layouts. The kernels are in
-`kernels.py`.
+`kernels.py` has the kernels and the formulas. The norm is over the features of one head (w of shape [D], Qwen3,
+Gemma 3) or over all heads of a token together (w of shape [H D], OLMo 2).
 
 Shapes: B batch, S sequence, Hq and Hk heads of queries and keys, D head size, R rotary features.
 """
