@@ -3,6 +3,10 @@
 Each function takes the log-probability of every token, which a fused head can compute without holding the logits. It
 returns the loss and a dict of detached metrics, which never wait for the GPU: read them with `.item()` when they are
 logged.
+
+A wrong dtype or type raises a TypeError. A ValueError says that a shape or a device is wrong, that sequences which
+should be pairs are odd in number, that `loss_type` or another choice is unknown, that an option is out of its range or
+does not go with `loss_type`, or that an option needs a tensor which is None.
 """
 
 from tigon.losses.kto import kto_kl, kto_loss

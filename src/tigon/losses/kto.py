@@ -25,10 +25,7 @@ def kto_kl(
     Returns:
         The mean, without dimensions and without a gradient.
 
-    Raises:
-        TypeError: A dtype or a type is wrong.
-        ValueError: A shape or a device is wrong.
-
+    Raises: See `tigon.losses`.
     Source: Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", arXiv:2402.01306, section 4.1.
 
     Example:
@@ -71,10 +68,7 @@ def kto_loss(
         `logps/chosen`, `logps/rejected`, `count/chosen` and `count/rejected`. "Chosen" means desirable. The mean over
         completions that the batch does not have is NaN; the counts are the weights for a mean over several batches.
 
-    Raises:
-        TypeError: A dtype or a type is wrong.
-        ValueError: A shape or a device is wrong, `loss_type` is unknown, or an option is out of its range.
-
+    Raises: See `tigon.losses`.
     Source: Ethayarajh et al., arXiv:2402.01306 (KTO); D'Oosterlinck et al., arXiv:2408.06266 (APO).
 
     Example:

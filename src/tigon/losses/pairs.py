@@ -44,10 +44,7 @@ def preference_token_metrics(
         chosen and of the rejected sequences) and `mean_token_accuracy` (the share of the tokens of chosen sequences
         that have the largest logit), each if its tensor is given. A mean over no tokens is zero.
 
-    Raises:
-        TypeError: A dtype or a type is wrong.
-        ValueError: A shape is wrong, or the number of sequences is odd and `is_chosen` is None.
-
+    Raises: See `tigon.losses`.
     Source: `DPOTrainer` and `KTOTrainer` of TRL 1.16.
 
     Example:
@@ -104,10 +101,7 @@ def bradley_terry_loss(
         The loss, without dimensions, in fp32, and the metrics `min_reward`, `mean_reward`, `max_reward`, `accuracy` and
         `margin`. Without pairs all of them are zero.
 
-    Raises:
-        TypeError: A dtype or a type is wrong.
-        ValueError: A shape or a device is wrong, the number of rewards is odd, or the coefficient is negative.
-
+    Raises: See `tigon.losses`.
     Source: Ouyang et al., arXiv:2203.02155; the margin of Touvron et al., arXiv:2307.09288; the centering of Eisenstein
         et al., arXiv:2312.09244.
 

@@ -124,11 +124,7 @@ def grpo_loss(
         With gradient accumulation divide the loss by the number of steps, but for dapo, cispo and vespo with a
         `num_items_in_batch` that counts the tokens of all steps divide only `entropy_coef`.
 
-    Raises:
-        TypeError: A dtype or a type is wrong.
-        ValueError: A shape or a device is wrong, `loss_type` or another choice is unknown, an option is out of its
-            range or does not go with `loss_type`, or an option needs a tensor that is None.
-
+    Raises: See `tigon.losses`.
     Source: Shao et al., "DeepSeekMath", arXiv:2402.03300; the tables in this module's docstring.
 
     Example:

@@ -41,10 +41,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k3")
     Returns:
         The shape and the dtype of `log_probs`. exp(d) is limited to exp(80), so that k3 is finite.
 
-    Raises:
-        TypeError: An argument is not a floating-point tensor.
-        ValueError: The shapes or the devices differ, or `estimator` is unknown.
-
+    Raises: See `tigon.losses`.
     Source: Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html; k3 in GRPO: Shao et al.,
         arXiv:2402.03300.
 
@@ -82,10 +79,7 @@ def entropy_threshold(entropy: Tensor, mask: Tensor, quantile: float) -> Tensor:
     Returns:
         The threshold, without dimensions and without a gradient. It is infinite if no token counts.
 
-    Raises:
-        TypeError: A dtype or a type is wrong.
-        ValueError: The shapes or the devices differ, or `quantile` is not in [0, 1].
-
+    Raises: See `tigon.losses`.
     Source: Wang et al., "Beyond the 80/20 Rule", arXiv:2506.01939.
 
     Example:
@@ -136,10 +130,7 @@ def off_policy_mask(
     Returns:
         The shape of `advantages`, bool: True for what stays.
 
-    Raises:
-        TypeError: A dtype or a type is wrong.
-        ValueError: A shape or a device is wrong, or `threshold` is not finite.
-
+    Raises: See `tigon.losses`.
     Source: DeepSeek-AI, "DeepSeek-V3.2", arXiv:2512.02556, equation 9.
 
     Example:
@@ -195,11 +186,7 @@ def importance_sampling_ratio(
         `/max` (of the absolute differences) and `sampling/importance_sampling_ratio/min`, `/mean` and `/max`. Without
         tokens the metrics are zero.
 
-    Raises:
-        TypeError: A dtype or a type is wrong.
-        ValueError: A shape or a device is wrong, `mode` is unknown, a bound is out of its range, or a mode that
-            truncates has no bound.
-
+    Raises: See `tigon.losses`.
     Source: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
         https://fengyao.notion.site/off-policy-rl; the modes of TRL 1.16.
 

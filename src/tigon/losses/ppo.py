@@ -43,10 +43,7 @@ def rloo_loss(
         The loss, without dimensions, and the metrics `policy_loss`, `entropy` if it is given, and
         `clip_ratio/low_mean`, `/high_mean`, `/region_mean`, `/low_min` and `/high_max`.
 
-    Raises:
-        TypeError: A dtype or a type is wrong.
-        ValueError: A shape or a device is wrong, an option is out of its range, or `entropy_coef` needs `entropy`.
-
+    Raises: See `tigon.losses`.
     Source: Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization", arXiv:2402.14740.
 
     Example:
@@ -91,10 +88,7 @@ def ppo_loss(
         The loss, without dimensions, and the metrics of `rloo_loss`, of tokens, with `kl`: the mean of
         (log p - log p_old)^2 / 2, which estimates KL(p_old || p).
 
-    Raises:
-        TypeError: A dtype or a type is wrong.
-        ValueError: A shape or a device is wrong, an option is out of its range, or `entropy_coef` needs `entropy`.
-
+    Raises: See `tigon.losses`.
     Source: Schulman et al., "Proximal Policy Optimization Algorithms", arXiv:1707.06347, equation 7.
 
     Example:
@@ -143,10 +137,7 @@ def ppo_value_loss(
         The loss, without dimensions, and the metrics `value_loss` and, with `old_values`, `value_clip_ratio`: the share
         of the tokens where the clipped value has the larger error.
 
-    Raises:
-        TypeError: A dtype or a type is wrong.
-        ValueError: A shape or a device is wrong, or `epsilon` is negative.
-
+    Raises: See `tigon.losses`.
     Source: Schulman et al., arXiv:1707.06347; the clipping is that of its reference implementation.
 
     Example:

@@ -259,11 +259,7 @@ def dpo_loss(
         The loss, without dimensions, and the metrics `rewards/chosen`, `rewards/rejected`, `rewards/accuracies`,
         `rewards/margins`, `logps/chosen` and `logps/rejected`. A reward is beta (log p - log p_ref).
 
-    Raises:
-        TypeError: A dtype or a type is wrong.
-        ValueError: A shape or a device is wrong, the number of sequences is odd, `loss_type` is unknown, or an option
-            is out of its range or does not go with `loss_type`.
-
+    Raises: See `tigon.losses`.
     Source: Rafailov et al., "Direct Preference Optimization", arXiv:2305.18290; the table in this module's docstring.
 
     Example:

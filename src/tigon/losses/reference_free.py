@@ -61,10 +61,7 @@ def orpo_loss(
         The loss, without dimensions, and the metrics of `dpo_loss`, where rewards are beta a and `logps` are a, with
         `nll_loss`, `log_odds_ratio` (the mean of log sigmoid) and `log_odds_chosen` (the mean of its argument).
 
-    Raises:
-        TypeError: A dtype or a type is wrong.
-        ValueError: A shape or a device is wrong, the number of sequences is odd, or `beta` is negative.
-
+    Raises: See `tigon.losses`.
     Source: Hong et al., "ORPO: Monolithic Preference Optimization without Reference Model", arXiv:2403.07691.
 
     Example:
@@ -134,11 +131,7 @@ def cpo_loss(
         The loss, without dimensions, and the metrics of `dpo_loss`, where a reward is beta times the reward above and
         `logps` are the sums or means of log p, with `nll_loss`.
 
-    Raises:
-        TypeError: A dtype or a type is wrong.
-        ValueError: A shape or a device is wrong, the number of sequences is odd, `loss_type` is unknown, or an option
-            is out of its range or does not go with `loss_type`.
-
+    Raises: See `tigon.losses`.
     Source: Xu et al., arXiv:2401.08417 (CPO); Meng et al., arXiv:2405.14734 (SimPO); Gupta et al., arXiv:2501.03884
         (AlphaPO).
 
@@ -174,10 +167,7 @@ def simpo_loss(
         The loss, without dimensions, and the metrics of `dpo_loss`, where a reward is beta a and `logps` are a, with
         `nll_loss`, which is not part of the loss.
 
-    Raises:
-        TypeError: A dtype or a type is wrong.
-        ValueError: A shape or a device is wrong, the number of sequences is odd, or an option is out of its range.
-
+    Raises: See `tigon.losses`.
     Source: Meng et al., "SimPO: Simple Preference Optimization with a Reference-Free Reward", arXiv:2405.14734.
 
     Example:

@@ -219,9 +219,7 @@ def sequence_log_probs(
     Returns:
         [N] in the dtype of `log_probs`. It is zero for a sequence without tokens.
 
-    Raises:
-        TypeError: A dtype or a type is wrong.
-        ValueError: A shape or a device is wrong.
+    Raises: See `tigon.losses`.
 
     Example:
         >>> from tigon.losses import sequence_log_probs
@@ -253,9 +251,7 @@ def batch_counts(mask: Tensor, cu_seqlens: Tensor | None = None) -> BatchCounts:
         `sequences`, a number; `tokens` and `chosen_tokens`, tensors without dimensions on the device of the mask.
         `chosen_tokens` are those of the first half of the sequences.
 
-    Raises:
-        TypeError: A dtype or a type is wrong.
-        ValueError: A shape or a device is wrong.
+    Raises: See `tigon.losses`.
 
     Example:
         >>> from tigon.losses import batch_counts, simpo_loss
