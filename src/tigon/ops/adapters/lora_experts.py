@@ -22,8 +22,8 @@ from tigon.memory.lean import recomputes_mlp, register_recomputation
 from tigon.ops.adapters.lora_expert_nodes import AddGroupedAdapters, ExpertAdapter, ExpertsCall, LoRAExperts
 from tigon.ops.experts.arguments import ACTIVATIONS, ExpertParameters, check_activated, check_experts
 from tigon.ops.experts.choice_order import Routing, route
-from tigon.ops.experts.differentiated import RoutingMatrices, spread_rows
-from tigon.ops.experts.grouped_linear import grouped_linear, rows_of_groups
+from tigon.ops.experts.differentiated import RoutingMatrices, differentiated_product, spread_rows
+from tigon.ops.experts.grouped_linear import grouped_linear
 from tigon.ops.experts.moe_mlp import moe_mlp_reference
 from tigon.ops.experts.routing import combine
 from tigon.runtime import checks
@@ -54,9 +54,7 @@ def _product(
     transposed: bool,
 ) -> Tensor:  # fmt: skip
     """Return the product of each row with the weight of its expert, plus bias and adapters, in the dtype of x."""
-    y = grouped_linear(x, weight if transposed else weight.mT, routing.ends)
-    if bias is not None:
-        y = y.add_(rows_of_groups(bias, routing.group, routing.ends))
+    y = differentiated_product(x, weight, bias, routing, transposed)
     if not adapters:
         return y
     factors = [tensor for adapter in adapters for tensor in (adapter.a, adapter.b)]

@@ -3,26 +3,19 @@
 Each operator saves its own tensors. In a block of `lean`, backward recomputes the rows of x [S, H], and in
 `lean(mlp=True)` also the result of the first product. The tensors that remain saved are x and those of the routing.
 
-A product may run in FP8, and saves x in the dtype of W:
-
-    y[s] = Q(x)[s] Q(W)[g(s)]^T
-    dx[s] = Q(dy)[s] Q(W)[g(s)],    dW[g] = sum over its rows dy[s]^T x[s]       in the dtype of W, without Q
-
 Shapes: T tokens, K choices each, E experts, H hidden, I intermediate; S = T K rows.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tigon.memory.lean import recomputed_by_call, recomputes_mlp, register_recomputation
 from tigon.ops.experts.choice_order import Routing
-from tigon.ops.experts.fp8_products import find_copy, fp8_row_product, quantise_rows
-from tigon.ops.experts.grouped_linear import grouped_linear, grouped_product, grouped_weight_gradient, rows_of_groups
+from tigon.ops.experts.fp8_products import Fp8Source
+from tigon.ops.experts.grouped_linear import grouped_linear, row_product, rows_of_groups
 from tigon.ops.experts.routing import spread
-from tigon.ops.fp8.weights import WeightCache
-from tigon.runtime.op import Node
 
 
 class RoutingMatrices(NamedTuple):
@@ -49,47 +42,12 @@ def spread_rows(x: Tensor, dtype: torch.dtype | None, *matrices: Tensor) -> Tens
     return spread(x, RoutingMatrices(*matrices).routing(), dtype)
 
 
-class Fp8Source(NamedTuple):
-    """The source of the FP8 copies of a weight: its name in a cache, or no cache if each product makes its copy."""
-
-    name: str
-    cache: WeightCache | None
-
-
-def fp8_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool, source: Fp8Source) -> Tensor:
-    """Return `fp8_grouped_linear` without autograd."""
-    by_rows = not transposed
-    copy = find_copy(source.cache, source.name, weight, by_rows)
-    return fp8_row_product(quantise_rows(x), weight, copy, ends, by_rows)
-
-
-class _Fp8GroupedLinear(Node):
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool, name: str, cache: WeightCache | None
-    ) -> Tensor:
-        needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None, ends)
-        ctx.transposed, ctx.source = transposed, Fp8Source(name, cache)
-        return fp8_product(x, weight, ends, transposed, ctx.source)
-
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, ends = ctx.saved_tensors
-        dx = None if weight is None else fp8_product(dy, weight, ends, not ctx.transposed, ctx.source)
-        dweight = None
-        if x is not None:
-            first, second = (x, dy) if ctx.transposed else (dy, x)
-            dweight = grouped_weight_gradient(first, second, ends)
-        return dx, dweight
-
-
-def fp8_grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool, source: Fp8Source) -> Tensor:
-    """Return [S, M] for x [S, N] and weight [E, M, N], or [E, N, M] if `transposed`; sizes are multiples of 16."""
-    return _Fp8GroupedLinear.apply(x, weight, ends, transposed, *source)
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, transposed: bool) -> Tensor:
-    """Return the product of each row of x with the weight of its expert, plus the bias, without autograd."""
-    return add_bias(grouped_product(x, weight if transposed else weight.mT, routing.ends), bias, routing)
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, transposed: bool, fp8: Fp8Source | None = None
+) -> Tensor:
+    """Return the product of each row of x with the weight of its expert, plus the bias, without autograd. The product
+    runs in FP8 if `fp8` is not None."""
+    return add_bias(row_product(x, weight, routing.ends, transposed, fp8), bias, routing)
 
 
 def add_bias(y: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
@@ -100,11 +58,8 @@ def add_bias(y: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
 def differentiated_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, transposed: bool, fp8: Fp8Source | None = None
 ) -> Tensor:
-    """Return the same as `product`, with autograd. The product runs in FP8 if `fp8` is not None."""
-    if fp8 is None:
-        y = grouped_linear(x, weight if transposed else weight.mT, routing.ends)
-    else:
-        y = fp8_grouped_linear(x, weight, routing.ends, transposed, fp8)
+    """Return the same as `product`, with autograd."""
+    y = grouped_linear(x, weight, routing.ends, transposed, fp8)
     return y if bias is None else y.add_(rows_of_groups(bias, routing.group, routing.ends))
 
 
@@ -112,10 +67,7 @@ def _repeat_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, fp8: Fp8Source | None, *matrices: Tensor
 ) -> Tensor:
     """Return the result of `differentiated_product` once more."""
-    routing = RoutingMatrices(*matrices).routing()
-    if fp8 is None:
-        return product(x, weight, bias, routing, transposed)
-    return add_bias(fp8_product(x, weight, routing.ends, transposed, fp8), bias, routing)
+    return product(x, weight, bias, RoutingMatrices(*matrices).routing(), transposed, fp8)
 
 
 def first_product(

@@ -40,6 +40,13 @@ class WeightCopy(NamedTuple):
 NO_COPY = WeightCopy(None, None)
 
 
+class Fp8Source(NamedTuple):
+    """The source of the FP8 copies of a weight: its name in a cache, or no cache if each product makes its copy."""
+
+    name: str
+    cache: WeightCache | None
+
+
 class ExpertCopies(NamedTuple):
     """Says whether the products of a call run in FP8, and holds the copies of the weights that exist already."""
 

@@ -3,9 +3,9 @@ r"""Products of each row with the matrix of its group: y[s] = x[s] W[g(s)]. Rows
     dx[s] = dy[s] W[g(s)]^T,    dW[g] = sum over its rows x[s]^T dy[s]
 
 On Hopper the products run in kernels of Tigon (`tigon.ops.experts.tiled_products`), elsewhere in `grouped_mm` of torch
-if it supports them. Otherwise they run in a loop over the groups, for which
-the host waits until the GPU has computed the sizes of the groups. Rows beyond the last group are not computed, neither
-in y nor in dx: their values are undefined.
+if it supports them. Otherwise they run in a loop over the groups, for which the host waits until the GPU has computed
+the sizes of the groups. Rows beyond the last group are not computed, neither in y nor in dx: their values are
+undefined. y and dx may be products in FP8; dW is one in the dtype of W.
 
 The bias of a group is added to the rows of the group. Its gradient is the sum of the gradients of these rows. A product
 with ones computes this sum in fp32 and rounds it once.
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.ops.experts.fp8_products import Fp8Source, find_copy, fp8_row_product, quantise_rows
 from tigon.ops.experts.tiled_products import tiled_product, tiled_weight_gradient, tiles_gradient, tiles_product
 from tigon.runtime.launch import launcher
 from tigon.runtime.op import Node
@@ -101,17 +102,29 @@ def group_sums(rows: Tensor, ends: Tensor, factors: Tensor | None = None) -> Ten
     return grouped_weight_gradient(factors, rows, ends)[:, 0].contiguous()
 
 
+def row_product(x: Tensor, weight: Tensor, ends: Tensor, transposed: bool, fp8: Fp8Source | None) -> Tensor:
+    """Return `grouped_linear` without autograd."""
+    if fp8 is None:
+        return grouped_product(x, weight if transposed else weight.mT, ends)
+    by_rows = not transposed
+    return fp8_row_product(quantise_rows(x), weight, find_copy(fp8.cache, fp8.name, weight, by_rows), ends, by_rows)
+
+
 class _GroupedLinear(Node):
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, transposed: bool, fp8: Fp8Source | None) -> Tensor:
         needs_dx, needs_dweight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_dweight else None, weight if needs_dx else None, ends)
-        return grouped_product(x, weight, ends)
+        ctx.transposed, ctx.fp8 = transposed, fp8
+        return row_product(x, weight, ends, transposed, fp8)
 
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         # Each product chooses its kernel by its own factors: dy has another width, other strides and another address.
         x, weight, ends = ctx.saved_tensors
-        dx = None if weight is None else grouped_product(dy, weight.mT, ends)
-        return dx, None if x is None else grouped_weight_gradient(x, dy, ends)
+        dx = None if weight is None else row_product(dy, weight, ends, not ctx.transposed, ctx.fp8)
+        if x is None:
+            return (dx,)
+        first, second = (x, dy) if ctx.transposed else (dy, x)
+        return dx, grouped_weight_gradient(first, second, ends)
 
 
 class _RowsOfGroups(Node):
@@ -123,9 +136,12 @@ class _RowsOfGroups(Node):
         return (group_sums(drows.contiguous(), *ctx.saved_tensors),)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return [S, M] for x [S, N] and weight [E, N, M] of one dtype. `ends` [E] int32 are the ends of the groups."""
-    return _GroupedLinear.apply(x, weight, ends)
+def grouped_linear(
+    x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = True, fp8: Fp8Source | None = None
+) -> Tensor:
+    """Return [S, M] for x [S, N] and weight [E, N, M], or [E, M, N] if it is not `transposed`. `ends` [E] int32 are the
+    ends of the groups. The product runs in FP8 if `fp8` is not None; sizes are then multiples of 16."""
+    return _GroupedLinear.apply(x, weight, ends, transposed, fp8)
 
 
 def rows_of_groups(x: Tensor, group: Tensor, ends: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ from torch import Tensor
 from tigon.memory.lean import recomputes_mlp
 from tigon.ops.experts.arguments import ACTIVATIONS, ExpertOptions, ExpertParameters, check_activated, check_experts
 from tigon.ops.experts.choice_order import Routing, route
-from tigon.ops.experts.differentiated import Fp8Source, differentiated_product, first_product
-from tigon.ops.experts.fp8_products import find_copies
+from tigon.ops.experts.differentiated import differentiated_product, first_product
+from tigon.ops.experts.fp8_products import Fp8Source, find_copies
 from tigon.ops.experts.moe_launchers import (
     NeededMoEGradients,
     SavedExperts,

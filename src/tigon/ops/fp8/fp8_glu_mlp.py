@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tigon.memory.lean import in_checkpoint, is_lean, recomputes_mlp
 from tigon.ops.fp8.formats import Factor, Fp8Options, check_options, check_sizes
-from tigon.ops.fp8.fp8_linear import quantise_again, quantise_input, uses_autocast, weight_gradient
+from tigon.ops.fp8.fp8_linear import in_autocast_dtype, quantise_again, quantise_input, weight_gradient
 from tigon.ops.fp8.gated_gradients import GatedNeeds, gated_gradients, gated_gradients_reference
 from tigon.ops.fp8.products import multiply_fp8
 from tigon.ops.fp8.quantisation import Layout, Quantised, activate, quantise, quantise_gated, quantise_tensor
@@ -175,15 +175,11 @@ def fp8_glu_mlp(
     return _glu_mlp(x, gate, up, down, activation, Fp8Options(recipe, fp8_dw), caches)
 
 
+@in_autocast_dtype
 def _glu_mlp(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, kind: str, options: Fp8Options, cache: WeightCache | None
 ) -> Tensor:
     """Return `fp8_glu_mlp` of checked arguments."""
-    if uses_autocast(x):
-        device_type = x.device.type
-        x = x.to(torch.get_autocast_dtype(device_type))
-        with torch.autocast(device_type, enabled=False):
-            return _glu_mlp(x, gate, up, down, kind, options, cache)
     if x.numel() == 0:
         # Without rows there is nothing to quantise. The gradients of the weights are zero.
         a = activate(F.linear(x, gate.to(x.dtype)), F.linear(x, up.to(x.dtype)), kind)

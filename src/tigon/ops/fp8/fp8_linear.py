@@ -17,7 +17,8 @@ rounding a factor to e4m3 keeps 4. Backward products accumulate in fp32, because
 Shapes: T tokens, H inputs, O outputs of a layer.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -89,9 +90,19 @@ def quantise_again(x: Tensor | None, options: Fp8Options, by_rows: bool) -> Fact
     return factor
 
 
-def uses_autocast(x: Tensor) -> bool:
-    """Return whether autocast changes the dtype in which a product of x is computed. It leaves fp64 alone."""
-    return not x.is_meta and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
+def in_autocast_dtype(function: Callable) -> Callable:
+    """Decorate a function of x and other arguments: it runs without autocast, on x in the dtype in which autocast
+    computes products. Autocast leaves fp64 alone."""
+
+    @functools.wraps(function)
+    def run(x: Tensor, *args: Any) -> Any:
+        device_type = x.device.type
+        if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+            return function(x, *args)
+        with torch.autocast(device_type, enabled=False):
+            return function(x.to(torch.get_autocast_dtype(device_type)), *args)
+
+    return run
 
 
 # --- autograd ------------------------------------------------------------------------------------
@@ -171,16 +182,12 @@ def weight_gradient(
 # --- public --------------------------------------------------------------------------------------
 
 
+@in_autocast_dtype
 def _project(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], options: Fp8Options,
     cache: WeightCache | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return `fp8_projections` of checked arguments."""
-    if uses_autocast(x):
-        device_type = x.device.type
-        x = x.to(torch.get_autocast_dtype(device_type))
-        with torch.autocast(device_type, enabled=False):
-            return _project(x, weights, biases, options, cache)
     pairs = list(zip(weights, biases, strict=True))
     if x.numel() == 0:
         # Without rows there is nothing to quantise. The gradients of the parameters are zero.
