@@ -179,8 +179,6 @@ class _CaseRun:
         _free_memory()
         return None
 
-    # --- check -----------------------------------------------------------------------------------
-
     def _expect(self, case: Case) -> _Baseline:
         """Compute the exact result and that of eager code."""
         inputs = make_inputs(case, self.meter.device, seed=1)
@@ -240,8 +238,6 @@ class _CaseRun:
             row.end("wrong", f"not timed: {verdict.wrong}")
         elif verdict.wrong:
             row.add_note(f"inaccurate: {verdict.wrong}")
-
-    # --- measure ---------------------------------------------------------------------------------
 
     def measure(self, rounds: int) -> None:
         """Warm up the providers, and measure each of them once a round."""

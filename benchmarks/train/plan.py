@@ -201,9 +201,6 @@ def search_sizes(
     return fitting_sizes
 
 
-# --- the model and the text ----------------------------------------------------------------------
-
-
 def model_config(model: str, layers: int | None = None) -> "PretrainedConfig":
     """Return the config of a causal language model that `find_config` finds, with only the first `layers` layers.
 
@@ -245,9 +242,6 @@ def read_tokens(config: "PretrainedConfig", longest: int, by_paragraph: bool) ->
     if tokens.count < longest:
         raise ValueError(f"train: text must hold a sequence of {longest} tokens, got {tokens.count} tokens")
     return corpus, tokens
-
-
-# --- the options ---------------------------------------------------------------------------------
 
 
 def _parse_sizes(options: TrainOptions) -> list[int]:

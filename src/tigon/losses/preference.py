@@ -55,9 +55,6 @@ _LOSSES_OF_DIFFERENCE = ("sigmoid", "hinge", "ipo", "sigmoid_norm", "exo_pair", 
 _LOSSES_WITH_LABEL_SMOOTHING = ("exo_pair", "robust", "aot", "aot_unpaired")
 
 
-# --- the losses of pairs -------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Pairs:
     """Statistics [P] of the pairs, and the options of their losses."""
@@ -158,9 +155,6 @@ def _score(ratio: Tensor, divergence: str, alpha: float, is_squared: bool) -> Te
     return ratio
 
 
-# --- checks --------------------------------------------------------------------------------------
-
-
 def _check_loss_types(loss_type: object, loss_weights: object) -> tuple[list[str], list[float]]:
     """Return the types of the losses and their weights."""
     types = [loss_type] if isinstance(loss_type, str) else loss_type
@@ -197,9 +191,6 @@ def dpo_adds_up(loss_type: str | Sequence[str], use_weighting: bool) -> bool:
     """Return whether the loss of a batch is a sum over its pairs. Sorts, and weights of the mean NLL, couple them."""
     types = [loss_type] if isinstance(loss_type, str) else loss_type
     return not ({"aot", "aot_unpaired"} & set(types) or (use_weighting and "sft" in types))
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def _limited(sequences: Sequences, values: Tensor, ld_alpha: float | None) -> Tensor:

@@ -109,9 +109,6 @@ def _form(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else type(value)
 
 
-# --- one call of a layer ---------------------------------------------------------------------------
-
-
 class _Mode(TransparentMode):
     """A block in which `run(name, call, may_save)` makes the calls of attention kernels."""
 
@@ -256,9 +253,6 @@ class _SavedCall:
         if replacement is not None:
             return replacement.unpack().detach()
         return self.values[i] if alias is None else alias[0].detach()
-
-
-# --- the layers of a stack -------------------------------------------------------------------------
 
 
 class LayerAttention:

@@ -30,9 +30,6 @@ REPEATABLE_PACKAGES = frozenset(
 )
 
 
-# --- the first call --------------------------------------------------------------------------------
-
-
 def _is_plain(module: nn.Module) -> bool:
     hooks = module._forward_hooks or module._forward_pre_hooks
     is_stock = type(module) is nn.Linear and linears_are_stock() and has_stock_call(module)
@@ -134,9 +131,6 @@ class CallWatch:
         reachable_state = self.reachable_state
         is_unchanged = reachable_state is None or (reachable_state.is_watchable and reachable_state.is_unchanged())
         return is_unchanged and _is_same_state(self.state, _read_call_state(self.module, x))
-
-
-# --- the second call -------------------------------------------------------------------------------
 
 
 def _code_names(code: CodeType) -> Iterator[str]:

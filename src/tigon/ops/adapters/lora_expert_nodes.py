@@ -65,9 +65,6 @@ class ExpertAdapter(NamedTuple):
     scaling: float = 1.0
 
 
-# --- factors and their gradients -----------------------------------------------------------------
-
-
 class _Factors(NamedTuple):
     """The factors of all adapters of one product, stacked by ranks, in the form that the kernels read."""
 
@@ -258,9 +255,6 @@ def _rebuild(
     values = iter(factors)
     up, down = ([ExpertAdapter(next(values), next(values), scaling) for scaling in group] for group in scalings)
     return up, down
-
-
-# --- a node for products that autograd differentiates ----------------------------------------------
 
 
 class AddGroupedAdapters(Node):

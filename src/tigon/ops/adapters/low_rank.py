@@ -61,9 +61,6 @@ LARGEST_RANK_TO_SPLIT = 16
 EXPAND_BLOCK_T, EXPAND_BLOCK_N = 64, 128
 
 
-# --- configuration -------------------------------------------------------------------------------
-
-
 def rank_block(rank: int) -> int:
     """Return how many of the columns of h one program computes: a power of two from 16 to 64."""
     return 16 if rank <= 16 else 32 if rank <= 32 else 64
@@ -99,9 +96,6 @@ class LaunchPlan(NamedTuple):
     # The arguments of the kernel that are numbers, and its constexprs.
     numbers: tuple[Any, ...]
     constants: dict[str, Any]
-
-
-# --- launchers (no autograd), for tensors on the current device --------------------------------------
 
 
 def dropout_bits(seeds: Tensor, position: int, tokens: int, features: int, p: float) -> Tensor:

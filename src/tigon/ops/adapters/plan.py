@@ -205,8 +205,6 @@ def _make_plan(
     return NodePlan(tuple(layers), tuple(entries), present)
 
 
-# --- parts of a plan -------------------------------------------------------------------------------
-
 # Plans are compared by identity, so these caches find a part in less than a microsecond.
 
 

@@ -35,8 +35,6 @@ from tigon.runtime.autograd import keep_none_gradients
 from tigon.runtime.compat.operators import reshape_without_view
 from tigon.runtime.op import Node
 
-# --- reference -----------------------------------------------------------------------------------
-
 
 class _Fp8LinearReference(Node):
     """y = Q(x) Q(W)^T [T, O] and its gradients, with each factor rounded and each product emulated in torch."""
@@ -71,9 +69,6 @@ def fp8_linear_reference(
     return y.view(*x.shape[:-1], len(weight))
 
 
-# --- parts of nodes ------------------------------------------------------------------------------
-
-
 def quantise_input(x: Tensor, options: Fp8Options, saves_transposed: bool) -> tuple[Factor, Factor | None]:
     """Return the FP8 copy of x [..., H] by rows for the products of forward, and the transposed one if it is saved."""
     rows, transposed = quantise_tensor(x, Layout(options.is_rowwise, True, saves_transposed))
@@ -103,9 +98,6 @@ def in_autocast_dtype(function: Callable) -> Callable:
             return function(x.to(torch.get_autocast_dtype(device_type)), *args)
 
     return run
-
-
-# --- autograd ------------------------------------------------------------------------------------
 
 
 class _Fp8Projections(Node):
@@ -177,9 +169,6 @@ def weight_gradient(
     assert dy is not None
     assert x is not None
     return torch.mm(dy.t(), x).to(dtype)
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 @in_autocast_dtype

@@ -92,9 +92,6 @@ class Copies(NamedTuple):
         )
 
 
-# --- reference -----------------------------------------------------------------------------------
-
-
 def _quantise_values(x: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
     """Return the FP8 values of x [M, K] in fp32, and the scale of the tensor, or of the rows with dim=1."""
     amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
@@ -125,9 +122,6 @@ def activate(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     if kind == "silu":
         return F.silu(gate) * up
     return F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none") * up
-
-
-# --- launchers -----------------------------------------------------------------------------------
 
 
 def _sizes(parts: Sequence[Tensor], by_columns: bool) -> tuple[int, int]:
@@ -269,9 +263,6 @@ def quantise_parts(
         for part in parts:
             write_part(part, maxima, copies, layout)
     return copies
-
-
-# --- for the ops of this family ------------------------------------------------------------------
 
 
 def quantise(parts: Sequence[Tensor], layout: Layout, maximum: Tensor | None = None) -> Quantised:

@@ -29,8 +29,6 @@ from tigon.runtime.device import Device, cdiv, device_kind, device_of, runs_kern
 from tigon.runtime.products import product
 from tigon.runtime.tuning import LaunchConfig
 
-# --- configuration -------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class ChunkConfig(LaunchConfig):
@@ -107,9 +105,6 @@ class ChunkConfig(LaunchConfig):
             chunks.append(slice(start, start + length))
             start += length
         return chunks
-
-
-# --- chunks --------------------------------------------------------------------------------------
 
 
 class Head(NamedTuple):

@@ -45,8 +45,6 @@ from tigon.runtime.autograd import keep_none_gradients
 from tigon.runtime.launch import launcher
 from tigon.runtime.op import Node
 
-# --- reference -----------------------------------------------------------------------------------
-
 
 def _transform_reference(logits: Tensor, softcap: float | None, logit_scale: float) -> Tensor:
     x = logits if logits.dtype == torch.float64 else logits.float()
@@ -109,9 +107,6 @@ def entropy_of(log_p: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     return -(log_p.exp() * log_p.clamp(min=-1e4)).sum(-1).where(target != ignore_index, 0.0)
 
 
-# --- launchers (2-D in, no autograd) -------------------------------------------------------------
-
-
 @launcher(fake=empty_statistics)
 def cross_entropy_forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants, shard: Shard
@@ -133,9 +128,6 @@ def cross_entropy_backward(
     out = logits.new_empty(logits.shape)
     columns = shard if shard.group_name else None
     return gradient(logits, target, weight, scales, saved, upstream, options, out=out, shard=columns)
-
-
-# --- autograd ------------------------------------------------------------------------------------
 
 
 class _CrossEntropy(Node):
@@ -171,9 +163,6 @@ class _CrossEntropy(Node):
             saved = SavedStatistics(*statistics)
             dlogits = cross_entropy_backward(logits, target, weight, scales, saved, upstream, ctx.options, ctx.shard)
         return (dlogits,)
-
-
-# --- public --------------------------------------------------------------------------------------
 
 
 def cross_entropy(

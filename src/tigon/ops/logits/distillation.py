@@ -41,8 +41,6 @@ from tigon.runtime.device import Device, device_of, next_power_of_2, runs_kernel
 from tigon.runtime.launch import in_order, launch, launcher, on_device
 from tigon.runtime.tuning import LaunchConfig
 
-# --- configuration -------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class DistillationConfig(LaunchConfig):
@@ -67,9 +65,6 @@ class DistillationConfig(LaunchConfig):
         block_v = min(max(next_power_of_2(vocabulary), 64), threads * logits_per_thread)
         num_warps = max(1, block_v // (logits_per_thread * device.warp_size))
         return DistillationConfig(block_v, 16 // itemsize, num_warps)
-
-
-# --- kernel --------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -243,9 +238,6 @@ def _distillation_kernel(
         tl.store(hard_ptr + row, scale * log_hard)
 
 
-# --- launcher: the kernel, or torch where it cannot run --------------------------------------------
-
-
 @on_device
 def distill_rows(
     student: Tensor, teacher: Tensor, target: Tensor, scales: Tensor, dloss: Tensor | None,
@@ -290,9 +282,6 @@ def distill_rows(
         BLOCK_V=config.block_v, LANE=config.lane, num_warps=config.num_warps,
     )  # fmt: skip
     return result
-
-
-# --- divergences alone (2-D in, no autograd) -----------------------------------------------------
 
 
 class DivergenceResults(NamedTuple):

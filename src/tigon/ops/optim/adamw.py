@@ -117,8 +117,6 @@ class AdamW(torch.optim.AdamW):
             self.param_groups.pop()
             raise
 
-    # --- the step --------------------------------------------------------------------------------------
-
     # torch.compile does not trace the step.
     @disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -217,8 +215,6 @@ class AdamW(torch.optim.AdamW):
             keys = self._param_keys = {id(p): i for i, p in enumerate(params)}
         return keys
 
-    # --- clipping --------------------------------------------------------------------------------------
-
     @property
     def grad_norm(self) -> Tensor | None:
         """The norm of all gradients in the last step with `max_grad_norm`, fp32 on the device; None before."""
@@ -236,8 +232,6 @@ class AdamW(torch.optim.AdamW):
             self._clip_factor = clip_factor(self._grad_norm, max_norm)
         # The quotient of an infinite limit and an infinite norm would be NaN.
         return None if max_norm == math.inf else self._clip_factor
-
-    # --- state dicts -----------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of any `tigon.AdamW` or `torch.optim.AdamW`, and convert it to the formats of this optimizer.

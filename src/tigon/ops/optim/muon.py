@@ -199,9 +199,6 @@ class Muon(_TorchMuon):
         torch.autograd.graph.increment_version([*params, *(self.state[p]["momentum_buffer"] for p in params)])
 
 
-# --- the step of a batch ---------------------------------------------------------------------------
-
-
 class _StepOptions(NamedTuple):
     """The options of a step of matrices."""
 
@@ -291,9 +288,6 @@ def _step_batch(
     for matrix, update in zip(matrices, o, strict=True):
         update_reference(matrix.param, update, lr, ratio, options.weight_decay)
     return None
-
-
-# --- options -------------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -61,8 +61,6 @@ from tigon.runtime.launch import in_order, launch, launcher, on_device
 SCALES_BLOCK = 2048
 SCALES_WARPS = 8
 
-# --- kernels -------------------------------------------------------------------------------------
-
 
 @triton.jit
 def _loss_kernel(
@@ -270,9 +268,6 @@ def _scales_kernel(
         tl.store(scales_ptr, 1.0)
         tl.store(scales_ptr + 1, 1.0)
     tl.store(scales_ptr + 2, weight_sum)
-
-
-# --- launchers: kernels, or torch where none can run ---------------------------------------------
 
 
 @launcher(fake=lambda target: target.new_empty(3, dtype=torch.float32))
