@@ -12,7 +12,7 @@ from tigon.graphs.forward import EAGER_USES
 
 VOCABULARY = 37
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 128,
 }  # fmt: skip
 # One of the lengths that calls are padded to.
@@ -21,7 +21,7 @@ LENGTH = 64
 
 def llama(**options):
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **options)).train()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | options)).train()
 
 
 def qwen3_moe():

@@ -317,13 +317,13 @@ def test_a_later_patch_is_captured_again_and_its_restore_too(memory):
         report.restore()
         return results + train(model)
 
-    record = run_both(script)
+    record = run_both(script, llama(num_hidden_layers=2))
     assert (len(record.captured), record.replayed) == (3, 5)
 
 
 def test_a_level_that_moves_tensors_to_the_host_is_eager():
     reason = "memory='checkpoint+offload' moves tensors to the host"
-    first, later = llama(), llama()
+    first, later = llama(num_hidden_layers=2), llama(num_hidden_layers=2)
     report = tigon.patch(first, graphs=True, memory="checkpoint+offload")
     train(first)
     assert report.graphs.eager == {reason: 3}

@@ -43,11 +43,9 @@ def test_models_have_the_bits_of_eager_calls(make):
 
 @pytest.mark.parametrize("level", ["lean", "lean+mlp", "checkpoint", "checkpoint+attention"])
 def test_levels_of_memory_have_the_bits_of_eager_calls(level):
-    assert run_both(train, lora(0.3, llama(attention_dropout=0.2)), memory=level).replayed == 3
-
-
-def test_projections_of_trained_weights_are_recomputed_in_a_graph():
-    assert run_both(train, memory="lean+mlp").replayed == 3
+    # The last layer is not checkpointed. The base weights train in one level, and adapters in the others.
+    model = llama(attention_dropout=0.2, num_hidden_layers=1 + level.startswith("checkpoint"))
+    assert run_both(train, model if level == "lean+mlp" else lora(0.3, model), memory=level).replayed == 3
 
 
 @pytest.mark.parametrize("count", [7, 7.0, torch.tensor(7)], ids=["int", "float", "tensor"])
@@ -87,7 +85,7 @@ def test_a_replay_casts_the_weights_again_if_autocast_has_cached_them(memory):
                 optimizer.zero_grad()
         return results
 
-    eager, graphed = llama(), llama()
+    eager, graphed = llama(num_hidden_layers=2), llama(num_hidden_layers=2)
     tigon.patch(eager, memory=memory)
     report = tigon.patch(graphed, memory=memory, graphs=True)
     expected = train_in_bf16(eager, is_cached=False)
