@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from tigon.recognition.guards.graph_guard import add_guard_of_object
 from tigon.recognition.guards.guard import FunctionGuard
 from tigon.recognition.rewriting.fused_statements import RewrittenForward, rewrite_forward
 from tigon.recognition.rewriting.source import innermost
+from tigon.runtime.compat.graphs import is_tracing
 
 # The Python module whose wrappers call the function of another package, if that package is installed.
 _DISPATCHER = "transformers.integrations.hub_kernels"
@@ -57,8 +59,16 @@ class FusedFunction:
 
     @torch.compiler.assume_constant_result
     def _holds_for_graph(self) -> bool:
-        """Compare the function once for each graph."""
-        return self._is_same() and self.guard.holds(self.computed)
+        """Compare the function while torch.compile traces a graph, and before every run of the graph."""
+        return self._is_same() and (not is_tracing() or add_guard_of_object(self))
+
+    @property
+    def fingerprint(self) -> tuple | None:
+        return self.guard.fingerprint
+
+    def holds_for_graph(self, _: None, fingerprint: tuple) -> bool:
+        """Return True if a graph that was traced for `fingerprint` may run."""
+        return self._is_same() and self.fingerprint == fingerprint
 
     def compute(self, arguments: dict[str, Any]) -> Any:
         """Return the results of the op; None if the op does not accept the arguments."""
