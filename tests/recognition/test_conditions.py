@@ -58,7 +58,6 @@ CONDITIONS = {
     "a device": lambda self, x: x.device == CUDA,
     "type of a size": lambda self, x: isinstance(x.shape[0], int) and x.numel() > 10**4,
     "a handler": catches_any_error,
-    "values": lambda self, x: bool((x == 0.125).all()),
     "length and gradients": lambda self, x: x.requires_grad and x.numel() > 10**6,
     "two conditions": lambda self, x: self.training and x.dim() == 3 and x.size(0) > 64,
     "three conditions": lambda self, x: not self.training and x.dim() == 4 and x.dtype == torch.half and len(x) > 64,
@@ -181,6 +180,7 @@ def scaled(condition) -> dict:
 # The members of a variant of the MLP, and what the reason says, by the table and the name of the attack.
 KINDS = {
     "decision": (CONDITIONS, scaled, r"its forward decides by its input \(.*test_conditions\.py:"),
+    "value": ({"of all elements": lambda self, x: bool((x == 0.125).all())}, scaled, "computes something else"),
     "hard to see": (DECISIONS, lambda body: {"finish": define(body, globals(), "self, y")}, "its forward "),
     "not probed": (READS, lambda condition: scaled(lambda self, x: condition(x)), "its forward "),
     "mode": (
@@ -281,7 +281,7 @@ SETTLED |= {name: {"forward": define(body, globals(), given)} for name, (given, 
 
 
 @pytest.mark.parametrize("members", SETTLED.values(), ids=SETTLED)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 def test_ordinary_checks_options_settings_and_probed_properties_are_no_decisions(members):
     mlp = make_variant(**members)
     mlp.width, mlp.kind = 16, "silu"
