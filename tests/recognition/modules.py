@@ -37,9 +37,9 @@ class MLP(nn.Module):
 
 
 class Norm(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 48) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(48)), 1e-6
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), 1e-6
 
     def forward(self, x):
         return self.compute(x, self.weight)

@@ -8,6 +8,8 @@ from torch import nn
 import tigon
 from recognition.modules import Norm, reason
 
+pytestmark = pytest.mark.usefixtures("no_symbolic_runs")
+
 
 class MLP(nn.Module):
     def __init__(self) -> None:

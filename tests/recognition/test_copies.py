@@ -9,6 +9,8 @@ from torch import Tensor, nn
 import tigon
 from recognition.modules import Norm
 
+pytestmark = pytest.mark.usefixtures("no_symbolic_runs")
+
 
 def by_dict_of_attributes(module):
     other = type(module).__new__(type(module))

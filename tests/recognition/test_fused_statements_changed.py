@@ -15,6 +15,8 @@ from tigon.recognition.replacement import find_replacement
 from tigon.recognition.rewriting import fused_statements
 from tigon.testing import assert_accurate
 
+pytestmark = pytest.mark.usefixtures("no_symbolic_runs")
+
 # --- modules whose call does more run as they are ---------------------------------------------------------------
 
 

@@ -14,6 +14,8 @@ from recognition.changes import CHANGES, LOOKED_UP, Pickled, with_setting
 from recognition.modules import reason, variant
 from tigon.recognition.guards.guard import Guard
 
+pytestmark = pytest.mark.usefixtures("no_symbolic_runs")
+
 
 def guard_of(module: nn.Module) -> Guard:
     return vars(module)["forward"].guard

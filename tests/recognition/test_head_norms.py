@@ -41,6 +41,8 @@ from tigon.recognition.rewriting.statements import NORM_ROPE
 from tigon.runtime.device import runs_kernels
 from tigon.testing import assert_accurate
 
+pytestmark = pytest.mark.usefixtures("no_symbolic_runs")
+
 BY_KERNELS = runs_kernels(torch.empty(1, device=DEVICE))
 FUSED = [Attention, NormAfterTranspose, NormInBranch, RopeInBranch, OneTensorAtATime]
 STOCK = [WholeTokenNorm, ReadBetween, WrittenBetween]

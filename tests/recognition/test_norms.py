@@ -356,7 +356,7 @@ class CallsFunction(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, 1e-5)
 
 
-@pytest.mark.parametrize("cls", [CallsTorchInTraining, CallsTorch, CallsFunction])
+@pytest.mark.parametrize("cls", [CallsTorch, CallsTorchInTraining, CallsFunction])
 @pytest.mark.sampled(3)
 def test_epsilon_that_only_code_of_torch_may_read(cls):
     norm = cls(48)

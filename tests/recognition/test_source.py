@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 import tigon
+from recognition.modules import Norm
 from tigon.recognition.rewriting.source import innermost
+
+pytestmark = pytest.mark.usefixtures("no_symbolic_runs")
 
 FILE = """
 import torch
@@ -131,20 +134,10 @@ class Wrapping(nn.Module):
         cls.forward = wrapper
 
 
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(16)), 1e-6
-
-    def forward(self, x):
-        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
-
-
 class Wrapped(Wrapping):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.a, self.__hidden = Norm(), nn.Linear(16, 16), 1.0
+        self.norm, self.a, self.__hidden = Norm(16), nn.Linear(16, 16), 1.0
 
     def forward(self, x):
         residual = x
@@ -167,7 +160,7 @@ def without_wraps(function):
 class Decorated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.a = Norm(), nn.Linear(16, 16)
+        self.norm, self.a = Norm(16), nn.Linear(16, 16)
 
     @twice
     @torch.no_grad()
@@ -242,12 +235,13 @@ def test_a_decorator_without_functools_wraps_is_reported():
 LAYER = """
 import torch
 from torch import nn
-from recognition.test_source import Norm, double
+from recognition.modules import Norm
+from recognition.test_source import double
 
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.a, self.last = Norm(), nn.Linear(16, 16), None
+        self.norm, self.a, self.last = Norm(16), nn.Linear(16, 16), None
 
     def double(self, x):
         x.register_hook(lambda g: 2 * g)
