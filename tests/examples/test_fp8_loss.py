@@ -25,7 +25,7 @@ def run(tmp_path, monkeypatch, one_thread):
     def call(folder: str, runs: str, *more: str) -> Path:
         out = tmp_path / folder
         options = ["--out", out, "--runs", runs, "--size", "tiny", "--device", "cpu", "--text", text]
-        options += ["--steps", "6", "--batch", "2", "--seq", "32", *more]
+        options += ["--steps", "4", "--batch", "1", "--seq", "16", *more]
         monkeypatch.setattr("sys.argv", [str(SCRIPT), *map(str, options)])
         runpy.run_path(str(SCRIPT), run_name="__main__")
         return out
@@ -34,14 +34,14 @@ def run(tmp_path, monkeypatch, one_thread):
 
 
 def test_the_script_compares_its_runs_with_bf16(run, capsys):
-    first = run("first", "bf16,bf16-order-1,bf16-order-2")
+    first = run("first", "bf16,bf16-order-1")
     out = run("second", "rowwise", "--also", first)
     results = json.loads((out / "fp8_loss.json").read_text())["results"]
-    assert results.keys() == {"bf16-order-1", "bf16-order-2", "rowwise"}
+    assert results.keys() == {"bf16-order-1", "rowwise"}
     losses = {name: json.loads((folder / f"{name}.json").read_text())["losses"] for folder, name in (
         (first, "bf16"), (first, "bf16-order-1"), (out, "rowwise"),
     )}  # fmt: skip
-    assert len(losses["bf16"]) == 6
+    assert len(losses["bf16"]) == 4
     # The same sums in another order are closer than products in FP8.
     differences = {name: max(map(abs, map(float.__sub__, values, losses["bf16"]))) for name, values in losses.items()}
     assert differences["bf16-order-1"] < differences["rowwise"] < 0.05
@@ -52,8 +52,8 @@ def test_the_script_compares_its_runs_with_bf16(run, capsys):
 
 
 def test_fp8_may_begin_later(run):
-    out = run("out", "bf16,tensorwise", "--bf16-steps", "3")
+    out = run("out", "bf16,tensorwise", "--bf16-steps", "2")
     reference, run_in_fp8 = (json.loads((out / f"{name}.json").read_text()) for name in ("bf16", "tensorwise"))
-    assert reference["losses"][:3] == run_in_fp8["losses"][:3]
-    assert reference["losses"][3] != run_in_fp8["losses"][3]
+    assert reference["losses"][:2] == run_in_fp8["losses"][:2]
+    assert reference["losses"][2] != run_in_fp8["losses"][2]
     assert "tensorwise FP8 products" in run_in_fp8["report"]

@@ -14,10 +14,10 @@ FOLDER = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize(
     ("script", "options"),
     [
-        ("dpo.py", ["--steps", "3", "--batch", "3"]),
-        ("grpo.py", ["--steps", "2", "--prompts", "2", "--group", "3", "--length", "5"]),
-        ("custom_loss.py", ["--steps", "2", "--seq", "48", "--batch", "2"]),
-        ("distillation.py", ["--steps", "2", "--seq", "48", "--batch", "2"]),
+        ("dpo.py", ["--steps", "2", "--batch", "2"]),
+        ("grpo.py", ["--steps", "2", "--prompts", "2", "--group", "2", "--length", "3"]),
+        ("custom_loss.py", ["--steps", "2", "--seq", "24", "--batch", "1"]),
+        ("distillation.py", ["--steps", "2", "--seq", "24", "--batch", "1"]),
     ],
 )
 def test_the_losses_are_those_of_stock_code(monkeypatch, capsys, tmp_path, one_thread, script, options):

@@ -104,7 +104,7 @@ def test_a_variant_trains_and_reports_its_state(optimizer):
 
     losses = []
     for variant in ("stock:checkpoint", "tigon:lean"):
-        job = measure.MedusaJob(variant, 1, 2, 1, 32, 300, 1, 48, optimizer, 1, 2, "cpu")
+        job = measure.MedusaJob(variant, 1, 2, 1, 32, 300, 1, 24, optimizer, 1, 2, "cpu")
         fields = measure.train(job)
         assert (len(fields["seconds"]), len(fields["losses"])) == (2, 3)
         losses.append(fields["losses"])

@@ -47,7 +47,7 @@ def test_muon_is_timed(tmp_path, monkeypatch, capsys, one_thread):
 
 def test_the_curves_of_formats_are_near_the_reference(tmp_path, monkeypatch, capsys, one_thread):
     verbosity = transformers.logging.get_verbosity()
-    options = ["--size", "tiny", "--steps", "12", "--batch", "2", "--seq", "32", "--device", "cpu", "--lr", "3e-3"]
+    options = ["--size", "tiny", "--steps", "8", "--batch", "2", "--seq", "16", "--device", "cpu", "--lr", "3e-3"]
     text = tmp_path / "text.py"
     text.write_text("".join(f"def add_{i}(x, y):\n    return x + y * {i}\n" for i in range(400)))
     options += ["--formats", "fp32, fp32", "8bit, bf16+8", "--out", str(tmp_path), "--text", str(text)]

@@ -24,7 +24,7 @@ NOT_PADDED = """
     axk2 blt deepseek_v32 deepseek_v4 doge glm_moe_dsa hy_v4 minimax_m3_vl_text moshi openai-gpt qwen4_exp
     qwen4_exp_text
 """.split()  # noqa: SIM905
-# `make test` trains each of these types in half of the cases. `make test-thorough` trains each other type in one case, so
+# `make test` trains each of these types in half of the cases, and `make test-thorough` each other type in one case, so
 # that every case has many types: what pads a call knows no types, and a type decides only what mask its attention gets.
 TRAINED = ["gpt2", "falcon_h1", "gpt_oss", "olmo2"]
 CASES = [*itertools.product(["no mask", "right", "left"], ["eager", "sdpa"])]

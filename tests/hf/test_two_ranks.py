@@ -8,7 +8,7 @@ from ranks import run_ranks
 
 # The groups, and the number of setups in each.
 GROUPS = {
-    "sharded": 6, "sharded_more": 6, "parallel": 15, "sequence": 4, "head": 6, "zero": 6, "ulysses": 6, "adapters": 4,
+    "sharded": 4, "sharded_more": 8, "parallel": 15, "sequence": 4, "head": 6, "zero": 6, "ulysses": 6, "adapters": 4,
     "lean": 9, "lean_more": 7, "fp8": 9, "adapter_ops": 4,
 }  # fmt: skip
 # One launch runs several groups, because two processes take longer to start than most setups take.

@@ -137,20 +137,20 @@ def graphed(rank: int) -> None:
 
 SETUPS = {
     "DDP": make_setup(ddp),
-    "DDP, graphs": graphed,
     "FSDP2, norm and head one unit": make_setup(functools.partial(fsdp2, groups=("norm", "head"))),
     "FSDP2, patched after": make_setup(functools.partial(fsdp2, groups=("norm", "head")), patch_after=True),
     "FSDP2, experts as a unit": make_experts_setup(experts_as_unit),
-    "FSDP1, original parameters": make_setup(functools.partial(fsdp1, use_orig_params=True)),
 }
 # The group `sharded_more`.
 MORE_SETUPS = {
     "DDP with accumulation": accumulated,
+    "DDP, graphs": graphed,
     "FSDP2, tied embeddings, norm and head one unit": make_setup(
         functools.partial(fsdp2, groups=("norm", "embed", "head")), tie_word_embeddings=True
     ),
     "FSDP2, checkpointing": make_setup(checkpointed),
     "FSDP2, bf16 parameters": mixed_precision,
     "FSDP2 by accelerate, tied embeddings": make_setup(by_accelerate, tie_word_embeddings=True),
+    "FSDP1, original parameters": make_setup(functools.partial(fsdp1, use_orig_params=True)),
     "FSDP1, flat parameters": make_setup(functools.partial(fsdp1, use_orig_params=False)),
 }
