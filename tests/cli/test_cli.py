@@ -123,9 +123,6 @@ def test_a_terminal_sees_the_current_stage_on_standard_error(capsys, monkeypatch
     assert "Counting [1 of 2]" in captured.err
 
 
-# --- examples of --help and names of models --------------------------------------------------------
-
-
 @pytest.mark.parametrize("command", cli._COMMANDS, ids=lambda command: command.name)
 def test_help_has_examples_that_parse(run, command, monkeypatch):
     """Every option of an example is an option of the command, and every example is in the help."""

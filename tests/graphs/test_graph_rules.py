@@ -28,9 +28,6 @@ def _emulated(monkeypatch):
     emulate(monkeypatch)
 
 
-# --- errors ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def patched():
     """A model whose next call is a replay. Tests leave it as it is."""
@@ -78,9 +75,6 @@ def test_the_report_says_what_ran_and_why(patched):
     assert "graphs: 1 captured" in text
     assert f"captured: input_ids 1x{LENGTH}, labels 1x{LENGTH}" in text
     assert f"eager: 2 calls: {FEW_USES}" in text
-
-
-# --- memory ----------------------------------------------------------------------------------------
 
 
 def test_a_loss_that_is_kept_does_not_keep_the_graphs():
@@ -186,9 +180,6 @@ def test_a_capture_waits_for_the_eager_step_of_another_thread():
     threads[0].join()
     assert len(record.captured) == 1
     assert all(p.grad is not None for p in model.parameters())
-
-
-# --- what one pair may compute -----------------------------------------------------------------------
 
 
 class Box:

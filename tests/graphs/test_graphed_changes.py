@@ -29,9 +29,6 @@ def _emulated(monkeypatch):
     emulate(monkeypatch)
 
 
-# --- changes ---------------------------------------------------------------------------------------
-
-
 def exchange_data(model):
     for parameter in model.parameters():
         parameter.data = parameter.data * 1.5
@@ -164,9 +161,6 @@ def test_changes_between_many_replays_are_no_reason(monkeypatch):
         return results
 
     assert len(run_both(script, is_warm=False).captured) == 7
-
-
-# --- what a graph would not see ---------------------------------------------------------------------
 
 
 class Counts(nn.LayerNorm):
@@ -312,9 +306,6 @@ ARGUMENTS = {
 @pytest.mark.sampled(2)
 def test_masks_and_positions_mean_what_they_mean_in_eager_calls(arguments):
     assert run_both(lambda model: train(model, 4, **arguments), is_warm=False).replayed == 2
-
-
-# --- patches and copies ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("memory", ["lean", "checkpoint"])

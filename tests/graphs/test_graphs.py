@@ -22,9 +22,6 @@ def _emulated(monkeypatch):
     emulate(monkeypatch)
 
 
-# --- models and options ----------------------------------------------------------------------------
-
-
 MODELS = {
     "full": llama,
     "tied": lambda: llama(tie_word_embeddings=True),
@@ -151,9 +148,6 @@ def test_embeddings_as_input_get_gradients():
         return results
 
     assert run_both(script).replayed == 3
-
-
-# --- gradients -------------------------------------------------------------------------------------
 
 
 def accumulate(model):

@@ -51,9 +51,6 @@ CONSTRUCTORS = {
 }
 
 
-# --- models that are built after the patch -------------------------------------------------------
-
-
 @pytest.mark.parametrize("build", CONSTRUCTORS.values(), ids=CONSTRUCTORS)
 def test_every_constructor_returns_a_patched_model(patch_type, build):
     direct = build()
@@ -118,9 +115,6 @@ def test_derived_classes_and_models_that_are_built_in_threads_are_patched(patch_
     models.append(CONSTRUCTORS["class"]())
     assert len(models) == 4
     assert all(map(is_patched, models))
-
-
-# --- models that stay stock ----------------------------------------------------------------------
 
 
 def test_earlier_models_and_other_types_stay_stock(patch_type, make_model):
@@ -195,9 +189,6 @@ def test_a_context_patches_the_models_of_its_block_and_ends_after_an_error():
     assert [is_patched(model) for model in (*models, CONSTRUCTORS["class"]())] == [True, False]
 
 
-# --- the report ----------------------------------------------------------------------------------
-
-
 def test_the_report_describes_the_last_model_and_keeps_none(patch_type):
     report = patch_type("llama")
     assert not report
@@ -229,9 +220,6 @@ def test_second_patches_change_nothing_and_add_a_note(patch_type):
     assert "already" in third.notes[0]
     first.restore()
     assert not is_patched(CONSTRUCTORS["class"]())
-
-
-# --- bad input -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

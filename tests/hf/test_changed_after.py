@@ -16,9 +16,6 @@ transformers = pytest.importorskip("transformers")
 loss_utils = pytest.importorskip("transformers.loss.loss_utils")
 
 
-# --- hooks on the head ---------------------------------------------------------------------------
-
-
 def scale_linear_outputs(call):
     """Wrap `call`, the call of a module, so that it scales the output of linear layers."""
 
@@ -127,9 +124,6 @@ def test_anomaly_detection_finds_no_nan(pair, batch, assert_same_step):
         assert_same_step(model, stock, batch)
 
 
-# --- the loss ------------------------------------------------------------------------------------
-
-
 def test_a_model_that_detaches_the_input_of_its_head_trains_like_stock(pair, batch, assert_same_step):
     def detach_the_input(model):
         class Detaching(type(model)):
@@ -144,9 +138,6 @@ def test_a_model_that_detaches_the_input_of_its_head_trains_like_stock(pair, bat
     del batch["attention_mask"]
     assert is_fused(model(**batch))
     assert_same_step(model, stock, batch)
-
-
-# --- functional calls and replicas ---------------------------------------------------------------
 
 
 def test_torch_func_gives_the_gradients_of_stock(pair, batch):
@@ -204,8 +195,6 @@ def test_each_replica_of_data_parallelism_computes_its_own_loss(pair, batch):
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(gradients, stock_gradients)
 
-
-# --- the function of linear layers -----------------------------------------------------------------
 
 # The function reads and sets a global, as that of ZeRO-3 of DeepSpeed does.
 LINEAR = """

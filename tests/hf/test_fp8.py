@@ -40,9 +40,6 @@ def test_other_parts_may_be_left_out(make_bf16, step, batch, fp8_calls, part):
     assert (("fp8_glu_mlp", 3) in fp8_calls) == (part != "glu")
 
 
-# --- the choice of layers ------------------------------------------------------------------------
-
-
 def test_the_report_has_a_line_for_each_reason(make_bf16, monkeypatch):
     monkeypatch.setattr(fp8, "NARROWEST", 32)
     model = make_bf16("qwen2_moe", shared_expert_intermediate_size=200)
@@ -156,9 +153,6 @@ def test_a_gpu_without_fp8_units_is_refused(make_bf16, monkeypatch):
     assert not any("forward" in vars(m) for m in model.modules())
 
 
-# --- dtypes and fp8_calls that stay ------------------------------------------------------------------
-
-
 def test_a_short_call_without_gradients_is_that_of_bf16(make_bf16, fp8_calls):
     model, stock = make_bf16(), make_bf16()
     tigon.patch(model, fp8="rowwise", loss=False)
@@ -194,9 +188,6 @@ def test_another_forward_of_all_linear_layers_is_used(make_bf16, batch, fp8_call
     assert len(count) >= 14
 
 
-# --- the quantised weights -----------------------------------------------------------------------
-
-
 def train(model: nn.Module, batch: dict, micro_batches: int, optimizer: torch.optim.Optimizer) -> None:
     for _ in range(micro_batches):
         model(**batch).loss.backward()
@@ -220,9 +211,6 @@ def test_a_level_of_memory_keeps_no_copies_unless_steps_accumulate(make_bf16, ba
     train(model, batch, 1, optimizer)
     train(model, batch, 1, optimizer)
     assert all(cache.cache is None for cache in recipe.caches.values())
-
-
-# --- adapters ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("patched_first", [False, True], ids=["adapters first", "patch first"])

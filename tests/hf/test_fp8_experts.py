@@ -80,9 +80,6 @@ def test_training_is_that_of_eager_code_in_fp8(make, batch, model_type):
     assert error(updates[0], updates[1]) < error(updates[0], updates[2])
 
 
-# --- the choice of fp8_calls -------------------------------------------------------------------------
-
-
 def test_the_report_names_the_experts_and_the_reasons(make, monkeypatch):
     model = make()
     report = tigon.patch(model, fp8="tensorwise")
@@ -158,9 +155,6 @@ def test_a_short_call_uses_the_copies_of_frozen_weights(make, batch, fp8_calls, 
     assert len(fp8_calls) == 5
 
 
-# --- the quantised weights -----------------------------------------------------------------------
-
-
 def test_frozen_weights_are_quantised_once_and_clear_fp8_frees_the_copies(make, batch, quantisations):
     model = make().requires_grad_(False)
     report = tigon.patch(model, fp8="rowwise")
@@ -174,9 +168,6 @@ def test_frozen_weights_are_quantised_once_and_clear_fp8_frees_the_copies(make, 
     assert _copies(model) == [None, None]
     assert not torch.equal(model(**batch).loss, first)
     assert len(quantisations) == 8
-
-
-# --- adapters --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("patched_first", [False, True], ids=["adapters first", "patch first"])

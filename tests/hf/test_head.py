@@ -12,8 +12,6 @@ from hf.same_step import assert_same
 from hf.tiny import tiny_config
 from tigon.hf.logits import SKIPPED_LOGITS
 
-# --- calls that are fused ------------------------------------------------------------------------
-
 SHIFTED = torch.arange(33).view(3, 11)
 FUSED = {
     "labels": {},
@@ -179,9 +177,6 @@ def test_a_call_inside_a_call_has_its_own_loss(pair, batch, assert_same_step):
     torch.testing.assert_close(inner[0][1], stock(**batch).loss)
 
 
-# --- calls that stay stock -----------------------------------------------------------------------
-
-
 # The arguments of a call, and whether the model is in training mode.
 STOCK = {
     "evaluation": ({}, False),
@@ -230,9 +225,6 @@ def test_errors_are_those_of_stock_and_have_no_later_effect(pair, batch):
         model(torch.full_like(batch["input_ids"], 999), labels=batch["labels"])
     del batch["labels"]
     assert torch.equal(model(**batch).logits, stock(**batch).logits)
-
-
-# --- changes after the patch ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,6 @@ def computes(name: str) -> str:
     return rf"its forward computes more than its loss from its logits \(.*{name}.*\)"
 
 
-# --- what a model does to its logits, and what else it computes from them --------------------------
-
-
 def one_entry(model, logits):
     logits = logits.clone()
     logits[..., 100] = -1e9
@@ -60,9 +57,6 @@ LOGITS = {
         lambda model, x: HalfOfTheGradient.apply(x), "the gradients of its loss are not those of the standard loss",
     ),
 }  # fmt: skip
-
-
-# --- everything else -------------------------------------------------------------------------------
 
 
 def compute_the_loss(model, outputs, labels):

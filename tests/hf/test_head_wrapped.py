@@ -26,9 +26,6 @@ def details_of_loss(report) -> list[str]:
     return [entry.detail for entry in report.entries if entry.part == "loss"]
 
 
-# --- wrappers of any library ---------------------------------------------------------------------
-
-
 class Choice(nn.Module):
     """A wrapper that calls one of two heads, or both."""
 
@@ -61,8 +58,6 @@ def test_the_loss_uses_the_head_that_the_wrapper_calls(make_model, clone, batch,
     report.restore()
     assert_step(model, stock, batch, fused=False)
 
-
-# --- PEFT ----------------------------------------------------------------------------------------
 
 ORDERS = ("patched first", "adapted first")
 

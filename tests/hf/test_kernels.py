@@ -74,9 +74,6 @@ def test_models_train_as_stock(model_type, level, count, add, calls):
     assert not calls
 
 
-# --- adapters on weights in FP8 --------------------------------------------------------------------
-
-
 @pytest.fixture
 def adapted(make_model, monkeypatch) -> nn.Module:
     """Return a model of one layer with adapters. Products in fp16 are right in the interpreter too."""

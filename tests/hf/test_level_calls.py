@@ -12,9 +12,6 @@ from tigon.memory.lean import recomputes_mlp
 transformers = pytest.importorskip("transformers")
 
 
-# --- without gradients -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("memory", ["checkpoint", "checkpoint+attention:1+offload:1"])
 def test_generation_in_training_mode_gives_the_tokens_of_stock(make_model, batch, memory):
     options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
@@ -55,8 +52,6 @@ def test_a_filled_cache_is_refused_where_layers_would_ignore_it(make_model, batc
     model(tokens[:, 5:], past_key_values=copy.deepcopy(cache))
 
 
-# --- packed rows -----------------------------------------------------------------------------------
-
 PACKED = torch.cat([torch.arange(5), torch.arange(6)]).expand(3, -1)
 
 
@@ -88,9 +83,6 @@ def test_packed_rows_have_the_loss_of_stock_at_every_level(make_model, batch, mo
         tigon.patch(model, memory=memory)
         for use_cache, loss in expected.items():
             torch.testing.assert_close(call(model, tokens, use_cache=use_cache).loss, loss, rtol=1e-5, atol=1e-5)
-
-
-# --- a number of layers ----------------------------------------------------------------------------
 
 
 def layers_that_recompute(model, batch) -> list[bool]:

@@ -40,9 +40,6 @@ def level_line(report) -> str:
     return next((note for note in notes if "checkpoint" in note or "lean" in note), "")
 
 
-# --- switches --------------------------------------------------------------------------------------
-
-
 def prepare_for_kbit_training(model):
     peft = pytest.importorskip("peft")
     model.is_loaded_in_4bit = True
@@ -208,9 +205,6 @@ def test_checkpointing_with_a_level_of_lean_warns(make_model, batch, memory):
     assert "transformers checkpoints 2 layers" in level_line(report)
 
 
-# --- several patches -------------------------------------------------------------------------------
-
-
 def blocks_of(model, batch) -> tuple[list[int], list[bool], bool]:
     """Return how often each layer runs, and whether the first one runs in `lean` and recomputes its MLP."""
     blocks = []
@@ -242,9 +236,6 @@ def test_a_second_patch_changes_the_level(make_model, batch, names):
     assert level_line(report).startswith(f"{first}: ")
     report.restore()
     assert switches_of(model) == switches_of(make_model())
-
-
-# --- copies ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("duplicate", [COPIES["deepcopy"], COPIES["pickle"]])

@@ -37,9 +37,6 @@ def is_patched(model: nn.Module) -> bool:
     return all("forward" in vars(part) for part in parts)
 
 
-# --- copies --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 @pytest.mark.sampled(3)
 def test_a_copy_is_patched_and_uses_its_own_parameters(make_model, model_type, batch, step, duplicate):
@@ -89,9 +86,6 @@ def test_a_saved_model_can_be_loaded(patched, make_model, tmp_path, batch, asser
     assert not any("forward" in vars(m) for m in loaded.modules())
     assert_same_step(model, loaded.train(), batch)
     assert "tigon" not in (tmp_path / "config.json").read_text()
-
-
-# --- ways of running -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["non-reentrant", "reentrant", "bf16", "double"])
@@ -171,9 +165,6 @@ def test_threads_do_not_share_calls(patched, batch):
     model.lm_head.register_forward_pre_hook(use_the_head)
     assert model(**batch).logits is SKIPPED_LOGITS
     assert torch.equal(outputs[0], nn.functional.linear(x, model.lm_head.weight))
-
-
-# --- hooks of accelerate -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ["hooks first", "patch first", "hooks removed before restore"])

@@ -219,9 +219,6 @@ def test_layers_of_4_bits_are_as_accurate_as_stock(autocast, is_prepared, nodes)
         assert nodes == ([] if is_prepared and not autocast else FUSED)
 
 
-# --- transformers ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("order", "memory"), [("adapters first", "lean+mlp"), ("adapters first", "lean"), ("patch first", "default")]
 )

@@ -92,9 +92,6 @@ def wrapper_of(model: nn.Module) -> Any:
     return next(m for m in model.modules() if type(m).__name__ == "ParamWrapper")
 
 
-# --- steps -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.sampled(in_interpreter=3)
 def test_a_step_is_that_of_the_stock_model(model_type, calls, monkeypatch):
@@ -166,9 +163,6 @@ def test_the_patch_may_come_first(calls):
     assert not calls
 
 
-# --- changes after the patch -----------------------------------------------------------------------
-
-
 def _add(model: nn.Module, name: str = "second", **options: Any) -> None:
     config = {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj"], "target_parameters": NAMES} | options
     model.add_adapter(name, peft.LoraConfig(**config, task_type="CAUSAL_LM"))
@@ -215,9 +209,6 @@ def test_the_next_call_follows_a_change(change, expected, calls):
 def test_dropout_is_refused_by_peft():
     with pytest.raises(ValueError, match="lora_dropout"):
         build(lora_dropout=0.1)
-
-
-# --- what is left alone ----------------------------------------------------------------------------
 
 
 @pytest.mark.thorough_in_interpreter

@@ -18,9 +18,6 @@ accelerate_operations = pytest.importorskip("accelerate.utils.operations")
 REFUSAL = r"tigon: .* needs the logits of this call.*skip_logits=False"
 
 
-# --- what a model adds ---------------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class WithPenalty(transformers.modeling_outputs.CausalLMOutputWithPast):
     penalty: torch.Tensor | None = None
@@ -44,9 +41,6 @@ def test_additions_of_a_model_to_its_output_are_kept(pair, batch, change):
     assert is_fused(outputs)
     torch.testing.assert_close(outputs.penalty, expected.penalty)
     assert list(outputs.keys()) == list(expected.keys())
-
-
-# --- what is computed from logits within the model -----------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -98,9 +92,6 @@ def test_a_model_that_starts_to_treat_its_logits_in_another_way_raises(pair, bat
         model(**batch)
 
 
-# --- labels written in the forward pass ----------------------------------------------------------
-
-
 def write(labels) -> None:
     labels.masked_fill_(labels % 3 == 0, -100)
 
@@ -125,8 +116,6 @@ def test_labels_may_be_written_before_the_head(pair, batch, write_labels, argume
         losses.append(model(input_ids=batch["input_ids"], labels=labels, **shifted).loss)
     torch.testing.assert_close(*losses)
 
-
-# --- what is computed from logits outside --------------------------------------------------------
 
 USES = {
     "index": lambda logits: logits[:, -1],

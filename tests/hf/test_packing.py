@@ -104,8 +104,6 @@ def test_models_without_recurrent_layers_have_no_note(model_type):
     assert warnings_of_packing(lambda: train(model, **PACKED["positions"])) == 0
 
 
-# --- boundaries from positions ---------------------------------------------------------------------
-
 JUMP = torch.cat([torch.arange(9), torch.arange(20, 27)])[None]
 # The arguments of a body, and the boundaries that the hook adds; None if it adds none.
 CALLS = {
@@ -202,9 +200,6 @@ def test_generation_from_a_padded_batch_is_stock_and_looks_for_no_samples(monkey
     monkeypatch.delattr(packing, "_begins")
     expected, ours = (each.generate(TOKENS.repeat(2, 1), **options) for each in (stock, model))
     assert all(map(torch.equal, ours.logits, expected.logits))
-
-
-# --- heads that are not loaded ---------------------------------------------------------------------
 
 
 @pytest.mark.thorough

@@ -41,9 +41,6 @@ def outputs_of(model: nn.Module, batch: dict) -> dict[str, torch.Tensor]:
     return {name: out for name, out in outputs.items() if isinstance(out, torch.Tensor)}
 
 
-# --- the same numbers ----------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(2)
 def test_a_patch_gives_the_results_of_stock_and_restore_undoes_it(make_model, model_type, batch, step, monkeypatch):
     """Modules have the bits of stock. Other instances, and the file of the model's class, do not change."""
@@ -124,9 +121,6 @@ def test_bf16_training_is_as_accurate_as_stock(make_model, model_type, batch, st
         assert_accurate(value, eager[name], exact[name], msg=name)
 
 
-# --- this instance only, and undone exactly ------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "left_out",
     [("rope",), ("fused_statements",), ("rope", "fused_statements"), ("glu", "fused_statements")],
@@ -150,9 +144,6 @@ def test_patches_are_undone_in_any_order(make_model, batch, step, first):
     reports.pop().restore()
     assert not any("forward" in vars(m) for m in model.modules())
     assert all(torch.equal(value, before[name]) for name, value in step(model, batch).items())
-
-
-# --- anywhere, at any time -----------------------------------------------------------------------
 
 
 @pytest.mark.sampled(4)
@@ -225,9 +216,6 @@ def test_a_deep_model_is_probed_once_for_each_kind_of_module(make_model, monkeyp
     assert len(runs) <= 2 * shallow
 
 
-# --- reports, warnings and logs ------------------------------------------------------------------
-
-
 def test_the_report_names_what_it_left_alone_and_why(make_model):
     model = make_model()
     model.model.norm.register_buffer("seen", torch.zeros(64))
@@ -276,9 +264,6 @@ def test_errors_of_recognition_are_logged_with_their_traceback(caplog):
     assert 'raise RuntimeError("this norm is broken")' in caplog.text
 
 
-# --- find, decide, apply -------------------------------------------------------------------------
-
-
 @pytest.mark.probes
 def test_only_apply_changes_the_model(make_model):
     model = make_model("gemma2")
@@ -293,9 +278,6 @@ def test_only_apply_changes_the_model(make_model):
     for step in reversed(undo):
         step()
     assert not any("forward" in vars(m) for m in model.modules())
-
-
-# --- bad input -----------------------------------------------------------------------------------
 
 
 FP8_RECIPES = r"fp8 must be one of 'tensorwise', 'rowwise' or None, got"
@@ -337,9 +319,6 @@ def test_the_signature_names_and_documents_every_option():
     # No value has the type Never, so type checkers refuse unknown options.
     assert parameters["unknown"].annotation is Never
     assert inspect.signature(tigon.patched).parameters == parameters
-
-
-# --- AutoModelForCausalLM and imports ------------------------------------------------------------
 
 
 def test_auto_model_builds_patched_models(make_model, tmp_path, batch, assert_same_step):

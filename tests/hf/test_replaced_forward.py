@@ -86,9 +86,6 @@ def test_a_wrapper_around_the_patched_forward_is_silent(make_model, batch, wrap)
     assert warnings_of(lambda: model(**batch)) == []
 
 
-# --- the level of the body -------------------------------------------------------------------------
-
-
 def test_a_model_with_another_forward_gets_the_level_on_its_body(make_model, batch):
     model = make_model()
     replace_on_the_instance(model)

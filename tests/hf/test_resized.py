@@ -134,8 +134,6 @@ def test_a_new_weight_of_the_head_is_used_at_once(make_model, batch, assert_same
     assert_same_step(model, stock, batch)
 
 
-# --- PEFT -----------------------------------------------------------------------------------------
-
 TRAINED = {
     "head": {"modules_to_save": ["lm_head"]},
     "head, kept tied": {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},

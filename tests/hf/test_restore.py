@@ -18,8 +18,6 @@ transformers = pytest.importorskip("transformers")
 from hf.changes import with_adapters  # noqa: E402
 from hf.tiny import EXCEPTIONS, tiny_config, tiny_model  # noqa: E402
 
-# --- the report ----------------------------------------------------------------------------------
-
 
 def assert_restored(report, count=14):
     assert not report
@@ -97,9 +95,6 @@ def test_the_report_of_a_restored_type_says_which_models_stay_patched(make_model
         assert_restored(report)
     finally:
         second.restore()
-
-
-# --- the state of the process --------------------------------------------------------------------
 
 
 # One model of each kind of architecture, with the options of `tigon.patch` and a change before the patch.

@@ -59,8 +59,6 @@ def test_the_old_value_fuses_the_loss_again_and_a_copy_has_its_own_settings(make
     assert is_fused(duplicate(**batch))
 
 
-# --- values that the checks before a call do not watch -------------------------------------------
-
 FACTORS = {"scale": 1.0}
 
 

@@ -22,9 +22,6 @@ def model():
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).train()
 
 
-# --- a transformers without the names --------------------------------------------------------------
-
-
 @pytest.mark.parametrize("missing", ["slot", "loss_type"])
 def test_the_loss_is_stock_if_the_choice_of_the_loss_is_unknown(model, monkeypatch, missing):
     if missing == "slot":
@@ -87,9 +84,6 @@ def test_the_last_layer_is_checkpointed_too_if_layers_are_not_recognised(model):
         assert "except the last" not in " ".join(tigon.patch(model, memory="checkpoint").notes)
     finally:
         base.__name__ = "GradientCheckpointingLayer"
-
-
-# --- one file --------------------------------------------------------------------------------------
 
 
 def test_no_other_file_uses_these_names():

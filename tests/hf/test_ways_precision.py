@@ -13,9 +13,6 @@ def model_type(request) -> str:
     return request.param
 
 
-# --- fp16 with a scaled loss ---------------------------------------------------------------------
-
-
 def scaled_step(model, batch, scale: float) -> tuple[dict[str, torch.Tensor], torch.amp.GradScaler, torch.optim.SGD]:
     """Return the loss with the unscaled gradients by name, the scaler, and the optimizer."""
     model.zero_grad()
@@ -44,9 +41,6 @@ def test_a_scaled_loss_in_fp16_is_as_accurate_as_stock(make_model, model_type, b
         allowed = 2 * (expected[name] - value).abs().max() + 0.002 * size
         assert size > 0
         assert (actual[name] - value).abs().max() < allowed, name
-
-
-# --- activations -----------------------------------------------------------------------------------
 
 
 def test_activations_are_saved_through_the_hooks_alone(make_model, model_type, batch, step):

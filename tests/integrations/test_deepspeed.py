@@ -38,9 +38,6 @@ def install(monkeypatch):
     return install
 
 
-# --- a stand-in ------------------------------------------------------------------------------------
-
-
 def test_the_loss_of_deepspeed(install):
     def loss(
         vocab_parallel_logits, target, tp_group=None, sp_group=None, vocab_start_index=None, vocab_end_index=None,
@@ -71,9 +68,6 @@ def test_another_version_of_deepspeed_keeps_its_loss(install):
     install("deepspeed", "7.1.0")
     with pytest.warns(UserWarning, match=r"is off: it was written for deepspeed 0\.19\.8, but deepspeed 7\.1\.0"):
         deepspeed.enable_cross_entropy()()
-
-
-# --- DeepSpeed itself, on ranks --------------------------------------------------------------------
 
 
 @pytest.mark.deepspeed

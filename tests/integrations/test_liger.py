@@ -27,8 +27,6 @@ CONFIG = {
 }  # fmt: skip
 EMPTY = inspect.Parameter.empty
 
-# --- the finder ------------------------------------------------------------------------------------
-
 
 def test_finder_answers_metadata_and_find_spec():
     # transformers caches the answer, which would otherwise outlive the alias, or be older than it.
@@ -67,8 +65,6 @@ def test_command_runs_a_script(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "0.8.5 ['--x']"
 
-
-# --- names -----------------------------------------------------------------------------------------
 
 # Modules of Liger Kernel 0.8.5 and names that they have, besides the 45 functions `apply_liger_kernel_to_<type>`. The
 # packages `transformers` and `chunked_loss` have all their names here.
@@ -175,8 +171,6 @@ def test_the_page_names_everything_that_is_served_and_what_is_not():
     assert " ".join(types.split()).split(", ") == list(apply.PARAMETERS)
 
 
-# --- parameters ------------------------------------------------------------------------------------
-
 # The modules whose classes the tests compare. `rope` stands for all modules below `liger_kernel.transformers`.
 CLASS_MODULES = ("transformers", "chunked_loss", "megatron", "transformers.rope")
 
@@ -254,9 +248,6 @@ def test_every_class_and_function_is_compared():
         if name != "CrossEntropyOutput"
     }
     assert paths <= set(liger_signatures.FUNCTIONS)
-
-
-# --- patching --------------------------------------------------------------------------------------
 
 
 def test_published_snippet_patches_later_models():

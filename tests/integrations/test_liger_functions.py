@@ -21,8 +21,6 @@ def seed():
     torch.manual_seed(0)
 
 
-# --- functions -------------------------------------------------------------------------------------
-
 X, Y, ROW, P, Q = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8), *torch.randn(2, 4, 8).softmax(-1)
 TOKENS, WEIGHT = torch.tensor([1, 2, -100, 0]), torch.randn(11, 8)
 RMS = X / (X.square().mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -73,9 +71,6 @@ def test_functions_take_the_arguments_of_liger(name):
     arguments, expected = FUNCTIONS[name]
     torch.testing.assert_close(table[name](*arguments), expected)
     assert {*FUNCTIONS, *FURTHER} == {served for served in table if served.startswith("liger_")}
-
-
-# --- losses ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])

@@ -14,8 +14,6 @@ pytestmark = pytest.mark.no_interpreter("tests/ops has the tests of the ops that
 LABELS = torch.tensor([True, False, True, True, False, False])
 
 
-# --- preferences -----------------------------------------------------------------------------------
-
 SMOOTHED = lambda margin, epsilon: -(1 - epsilon) * F.logsigmoid(margin) - epsilon * F.logsigmoid(-margin)
 # The class, its options, the loss of pairs of log-probabilities, and whether these are averages.
 REFERENCE_FREE = {
@@ -119,9 +117,6 @@ def test_kto_takes_the_hidden_states_first(kl):
     torch.testing.assert_close(torch.stack(metrics), torch.stack(values), rtol=1e-4, atol=1e-4)
 
 
-# --- distillation -----------------------------------------------------------------------------------
-
-
 def test_distillation_of_a_head():
     hidden, weight, _, targets = make_head()
     hidden, targets = hidden.flatten(0, 1), targets.flatten()
@@ -140,8 +135,6 @@ def test_distillation_of_a_head():
     loss = chunked.LigerFusedLinearCosineSimilarityLoss()(hidden, weight, teacher_hidden, teacher_weight, targets)
     assert_same(loss, 0.5 * hard + 0.25 * angles, (weight,))
 
-
-# --- functions: the same losses with arguments by position ---------------------------------------------
 
 REF = torch.randn(N, L, 8), torch.randn(V, 8), torch.randn(V)
 # The arguments after those of the head, and the module with the arguments of its forward after the head and the bias.
@@ -190,9 +183,6 @@ def test_functions_of_distillation(name):
     function = getattr(chunked, f"liger_fused_linear_{name.removesuffix('Similarity').lower()}")
     module = getattr(chunked, f"LigerFusedLinear{name}Loss")(*options)
     assert_same(function(*arguments, *options), module(*arguments), (weight, bias))
-
-
-# --- subclasses of the bases -------------------------------------------------------------------------
 
 
 class Margin(loss_bases.LigerFusedLinearPreferenceBase):
@@ -300,9 +290,6 @@ def test_a_base_needs_a_loss_and_a_function_refuses_another():
     for name, advice in (("DPO", "derive from LigerFusedLinearPreferenceBase"), ("KTO", "use tigon.linear_loss")):
         with pytest.raises(TypeError, match=f"{name}Function cannot be subclassed; {advice}"):
             type("Mine", (getattr(chunked, f"LigerFusedLinear{name}Function"),), {})
-
-
-# --- bad input -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

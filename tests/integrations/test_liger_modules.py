@@ -22,9 +22,6 @@ def seed():
     torch.manual_seed(0)
 
 
-# --- norms -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("casting_mode", ["llama", "gemma", "none"])
 def test_norms_keep_the_dtype_of_their_input(casting_mode):
     for dtype in HALF:
@@ -89,9 +86,6 @@ def test_the_norm_of_megatron(is_centered):
     torch.testing.assert_close(norm(X), F.rms_norm(X, (8,), ROW + is_centered, eps=1e-5))
     with pytest.raises(ValueError, match="config.normalization must be 'RMSNorm', got 'LayerNorm'"):
         layers.LigerMegatronRMSNorm(SimpleNamespace(normalization="LayerNorm"), 8)
-
-
-# --- rotary embeddings -----------------------------------------------------------------------------
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
@@ -168,9 +162,6 @@ def test_rope_of_llama4_multiplies_adjacent_pairs(tower):
         torch.testing.assert_close(y[..., 1::2], even * sin + odd * cos)
 
 
-# --- MLPs ------------------------------------------------------------------------------------------
-
-
 def gated(mlp: nn.Module, x: Tensor, activation: Any = F.silu) -> Tensor:
     return mlp.down_proj(activation(mlp.gate_proj(x)) * mlp.up_proj(x))
 
@@ -232,9 +223,6 @@ def test_experts_compute_the_weighted_sum(name):
     torch.testing.assert_close(y, expected.flatten(0, 1))
 
 
-# --- attention -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_sparsemax_of_a_row_without_a_nearest_point_is_nan(value, dim):
@@ -265,9 +253,6 @@ def test_neighborhood_attention_sees_the_window(kernel_size, dilation):
         torch.testing.assert_close(ours[:, :, row : row + 1], weights @ v[:, :, columns])
     with pytest.raises(ValueError, match="kernel_size must be odd and positive, and dilation positive, got 4 and 1"):
         rare.liger_fused_neighborhood_attention(q, k, v, 4)
-
-
-# --- hyper-connections -----------------------------------------------------------------------------
 
 
 def tensors_of(streams: int, features: int, dtype: torch.dtype) -> list[Tensor]:

@@ -105,9 +105,6 @@ def test_the_level_of_a_sequence_is_refused_for_types_without_clipping():
         module(hidden, weight, targets.clamp(min=0), torch.ones(N, L), torch.randn(N))
 
 
-# --- the losses of logits ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_grpo_of_logits(loss_type, level):

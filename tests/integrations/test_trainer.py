@@ -34,9 +34,6 @@ def parts_of(report: Any) -> set[str]:
     return {entry.part for entry in report.replaced}
 
 
-# --- Trainer ---------------------------------------------------------------------------------------
-
-
 def _losses(tmp_path, callbacks: list[Any], late: bool = False) -> list[float]:
     pytest.importorskip("accelerate")
     arguments = transformers.TrainingArguments(
@@ -90,9 +87,6 @@ def test_a_callback_takes_every_option_of_patch():
     assert "fp8='tensorwise' has no effect" in str(callback.report)
 
 
-# --- experts ---------------------------------------------------------------------------------------
-
-
 def test_a_config_requests_the_experts_by_name(monkeypatch):
     experts.register()
     calls = []
@@ -113,9 +107,6 @@ def test_a_norm_after_each_expert_is_refused():
     module = types.SimpleNamespace(has_post_expert_norm=True)
     with pytest.raises(ValueError, match="'tigon' does not compute SimpleNamespace, .* use 'grouped_mm'"):
         experts.compute_experts(module, *(torch.ones(1, 1),) * 3)
-
-
-# --- versions and other libraries ------------------------------------------------------------------
 
 
 def test_forwards_of_another_library_are_named():

@@ -159,9 +159,6 @@ def test_a_mixture_with_a_router_loss_runs_trls_forward_on_tigon(counts):
     assert outputs.loss.item() == pytest.approx(expected.loss.item(), rel=1e-4)
 
 
-# --- enable and disable ----------------------------------------------------------------------------
-
-
 def snapshot() -> dict:
     """Return all objects of TRL's modules, and the attributes of its trainer classes."""
     names = [name for name in sys.modules if name.partition(".")[0] == "trl"]

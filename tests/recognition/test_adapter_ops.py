@@ -23,9 +23,6 @@ def pair(*dtypes: torch.dtype, **options: Any) -> tuple[Any, Any]:
     return layer, stock
 
 
-# --- what a patched layer computes -------------------------------------------------------------------
-
-
 class DoubledWeight(nn.Parameter):
     """A weight whose products are twice as large."""
 
@@ -184,9 +181,6 @@ def test_adapters_draw_masks_of_their_own():
     tigon.patch(layer)
     assert layer(input_for()).abs().max() > 0.05
     assert layer.eval()(input_for()).abs().max() < 0.01
-
-
-# --- several layers in one node ------------------------------------------------------------------------
 
 
 class MLP(nn.Module):

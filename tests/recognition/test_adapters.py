@@ -28,9 +28,6 @@ pytestmark = pytest.mark.no_interpreter("The tests launch no kernel.")
 X = torch.randn(2, 5, INPUTS, generator=torch.Generator().manual_seed(3))
 
 
-# --- what is recognised ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{}, {"lora_dropout": 0.3}, {"lora_bias": True}], ids=["plain", "dropout", "bias"])
 def test_layers_of_peft_are_recognised(options):
     layer = make(**options)
@@ -117,9 +114,6 @@ def test_hooks_methods_and_variants_of_a_layer_are_reasons():
     layer._cast_input_dtype = lambda x, dtype: x * 2
     assert recognise_adapters(layer) == f"{adapter_probes.DIFFERENT}: a method of its class was replaced on the layer"
     assert recognise_adapters(make(use_dora=True)) == f"{adapter_probes.DIFFERENT}: DoraLinearVariant"
-
-
-# --- what is read at every call ----------------------------------------------------------------------
 
 
 def patched(layer: Any) -> Any:

@@ -101,9 +101,6 @@ def test_a_patch_after_an_exchange_of_code_uses_the_new_code(monkeypatch):
     torch.testing.assert_close(second(x), Layer.forward(second, x))
 
 
-# --- rope --------------------------------------------------------------------------------------------
-
-
 def make_attention() -> tuple[nn.Module, dict]:
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4

@@ -237,8 +237,6 @@ def test_a_forward_that_writes_a_message_stays_stock(act, caplog):
     assert not caplog.records, "a probe has written to the log"
 
 
-# --- what is no decision -------------------------------------------------------------------------
-
 PROBED_CONDITIONS = {
     "dtype": lambda self, x: F.silu(x) if x.dtype == torch.bfloat16 else F.silu(x) * 1.0,
     "dimensions": lambda self, x: F.silu(x) if x.dim() == 4 else F.silu(x) * 1.0,
@@ -305,9 +303,6 @@ def test_an_activation_that_decides_by_its_input_stays_stock(condition):
     reason(type("Decides", (nn.Module,), {"forward": forward})())
 
 
-# --- children with weights -----------------------------------------------------------------------
-
-
 class Scaled(nn.Linear):
     scale = 1.0
 
@@ -328,9 +323,6 @@ def test_a_forward_that_reads_a_child_with_weights_stays_stock(message, body):
     mlp = make_variant(finish=define(body, globals(), "self, y"))
     mlp.gate.factor = mlp.up.factor = 2.0
     assert message in reason(mlp)
-
-
-# --- unusual values ------------------------------------------------------------------------------
 
 
 def is_token(x: torch.Tensor) -> bool:

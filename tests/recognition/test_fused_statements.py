@@ -109,9 +109,6 @@ def nodes(y: Tensor) -> set[str]:
     return set(names.values())
 
 
-# --- which statements are rewritten ---------------------------------------------------------------------------------
-
-
 def test_the_report_names_the_fused_statements():
     report = tigon.patch(make())
     entries = {e.module: (e.detail, e.count) for e in report.replaced if e.part == "fused_statements"}
@@ -186,9 +183,6 @@ def test_tracebacks_show_the_line_of_the_author():
         model(torch.randn(2, 7, WIDTH + 1, device=DEVICE))
     lines = {str(entry.statement) for entry in raised.traceback}
     assert any("self.before(hidden)" in line for line in lines)
-
-
-# --- the same values and gradients -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])

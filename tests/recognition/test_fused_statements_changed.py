@@ -17,8 +17,6 @@ from tigon.testing import assert_accurate
 
 pytestmark = pytest.mark.usefixtures("no_symbolic_runs")
 
-# --- modules whose call does more run as they are ---------------------------------------------------------------
-
 
 class DoubledCall(Norm):
     def __call__(self, x):

@@ -79,9 +79,6 @@ def test_patch_replaces_the_mixture_and_the_shared_mlp():
     assert {entry.part: entry.names for entry in report.replaced} == {"experts": ["0"], "glu": ["0.shared_expert"]}
 
 
-# --- changes after the patch ----------------------------------------------------------------------
-
-
 class Half(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight / 2
@@ -130,9 +127,6 @@ def test_autocast_runs_the_stock_code():
     module = _patched(copy.deepcopy(stock))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert_same(step(module, [x]), step(stock, [x]), tolerance=0.0)
-
-
-# --- modules that are left alone ------------------------------------------------------------------
 
 
 def weighted(self, x, scores):

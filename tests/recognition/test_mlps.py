@@ -105,9 +105,6 @@ def test_factors_and_a_limit_belong_to_the_recipe(cls, numbers):
         assert torch.equal(mlp(x), cls.forward(mlp, x)), "a changed number must be seen"
 
 
-# --- attributes that hold sizes ------------------------------------------------------------------
-
-
 class FlatRows(Split):
     """Holds its sizes as attributes, and settings that have the value of a size. The forward reads some of them."""
 
@@ -174,9 +171,6 @@ def test_children_of_other_classes_need_only_the_attributes_for_their_sizes():
     assert recognise_glu(mlp) == GLURecipe("swiglu", "w1", "w3", "w2")
 
 
-# --- modules that resemble an MLP ----------------------------------------------------------------
-
-
 def without_gradients(g, u, x):
     with torch.no_grad():
         return F.silu(g) * u
@@ -234,9 +228,6 @@ def test_an_attention_is_no_mlp():
             return self.query(x).view(*x.shape[:2], 4, 4) @ mask
 
     assert recognise_glu(Attention()) is None
-
-
-# --- squared ReLU --------------------------------------------------------------------------------
 
 
 def activation(act) -> nn.Module:

@@ -202,9 +202,6 @@ def test_a_norm_with_another_gate_is_refused():
     assert recognise_norm(GatedNorm(norm_then_tanh)) == DIFFERENT
 
 
-# --- layer norms ---------------------------------------------------------------------------------
-
-
 def in_steps(x, w, eps):
     return (w.float() * x_hat(x.float() - x.float().mean(-1, True), eps)).to(x.dtype)
 
@@ -247,9 +244,6 @@ def test_other_modules_are_neither_norms_nor_mlps_nor_ropes(module):
         assert recognise(module) is None
 
 
-# --- forwards that another library replaced ----------------------------------------------------------
-
-
 REPLACEMENTS = {
     "instance": lambda norm: setattr(norm, "forward", lambda x: x),
     "class": lambda norm: setattr(type(norm), "forward", F.silu),
@@ -269,9 +263,6 @@ def test_the_reason_names_the_library_that_replaced_a_forward(replace):
     with pytest.warns(UserWarning, match="nothing was replaced"):
         (entry,) = tigon.patch(norm).left_alone
     assert "already replaced (by" in entry.detail
-
-
-# --- epsilon -------------------------------------------------------------------------------------
 
 
 def with_epsilon(expression: str, **attributes: Any) -> nn.Module:

@@ -85,9 +85,6 @@ def test_plain_modules_are_recognised():
     assert isinstance(recognise_relu2(Squared()), ActivationRecipe)
 
 
-# --- attacks -----------------------------------------------------------------------------------------
-
-
 def repeated(self, y):
     for _ in range(y.shape[0] // 3000):
         y = y + 1
@@ -279,9 +276,6 @@ def test_an_epsilon_that_the_module_modifies_has_its_stock_effect(epsilon, eps):
         assert torch.allclose(norm(x), type(norm).forward(norm, x), rtol=0, atol=0, equal_nan=True)
 
 
-# --- children --------------------------------------------------------------------------------------
-
-
 def order_of_calls(module: nn.Module) -> list[str]:
     calls: list[str] = []
     for name, child in module.named_children():
@@ -301,9 +295,6 @@ def test_projections_are_called_in_the_order_of_the_forward():
         with tigon.patched(mlp) as report:
             assert report.replaced
             assert order_of_calls(mlp) == expected
-
-
-# --- arguments -------------------------------------------------------------------------------------
 
 
 def assert_same_outcome(module: nn.Module, *inputs: Tensor) -> None:

@@ -41,9 +41,6 @@ def zero_parameters(module: nn.Module) -> nn.Module:
     return module
 
 
-# --- as a method ---------------------------------------------------------------------------------
-
-
 def test_a_method_made_of_the_forward_runs_the_module_that_it_is_bound_to(layer):
     """accelerate binds the forward as a method for mixed precision. A copied closure would run the original module."""
     undo = install(layer, twice)
@@ -69,9 +66,6 @@ def test_compiled_regions_call_the_compiled_copy():
     copied = other.compile_regions(model, backend="eager")
     assert copied is not model
     assert copied.forward(X) is copied
-
-
-# --- modules as arguments ------------------------------------------------------------------------
 
 
 class Sum(nn.Module):
@@ -138,9 +132,6 @@ def test_a_module_that_a_forward_does_not_take_raises_the_error_of_stock(layer):
     assert str(ours.value) == str(stock.value)
 
 
-# --- replicas ------------------------------------------------------------------------------------
-
-
 def make_replica(module: nn.Module, weight: torch.Tensor) -> nn.Module:
     """Return a replica as `nn.DataParallel` builds it: its parameters are plain tensors that were copied."""
     replica = module._replicate_for_data_parallel()
@@ -167,9 +158,6 @@ def test_a_replica_of_a_restored_module_is_stock(layer):
     assert_reads_own_weight(make_replica(layer, torch.full((2, 3), 5.0)), 1)
     # A replica lives only during the call for which it was made.
     assert_reads_own_weight(replica)
-
-
-# --- what other code reads -----------------------------------------------------------------------
 
 
 class Decorated(nn.Module):
@@ -203,9 +191,6 @@ def test_a_forward_whose_module_was_deleted_raises_a_clear_error():
     gc.collect()
     with pytest.raises(ReferenceError, match="the module of this forward was deleted"):
         forward(X)
-
-
-# --- forwards and hooks of others ----------------------------------------------------------------
 
 
 def function_of_library(name: str, source: str, **scope):

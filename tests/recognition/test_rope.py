@@ -183,9 +183,6 @@ def test_arguments_that_broadcast_or_differ_in_dtype_go_to_the_stock_function(ca
         assert all(torch.equal(a, b) for a, b in zip(model(*inputs), expected, strict=True))
 
 
-# --- complex tables ------------------------------------------------------------------------------
-
-
 def multiply_shared(xq, xk, freqs_cis):
     """Heads in dimension 2, as in Llama 4."""
     xq_ = torch.view_as_complex(xq.float().reshape(*xq.shape[:-1], -1, 2))

@@ -35,9 +35,6 @@ def make_variant(**members) -> MLP:
     return type("Variant", (MLP,), members)()
 
 
-# --- what the attacks use ------------------------------------------------------------------------
-
-
 def record(log: list, x: Tensor) -> None:
     log.append(float(x.detach().abs().mean()))
 
@@ -160,7 +157,6 @@ GIVEN: dict[str, Callable[[MLP], Any]] = {
     "bytes": lambda mlp: bytearray(1),
 }
 
-# --- attacks -------------------------------------------------------------------------------------
 
 # Each body holds the statements that an activation runs before it returns F.silu(x).
 STATEMENTS = {
@@ -288,9 +284,6 @@ def test_no_property_of_the_module_runs():
     assert not runs
 
 
-# --- changes after the patch ---------------------------------------------------------------------
-
-
 def test_a_forward_that_reads_a_tensor_of_another_object_stays_stock():
     mlp = make_variant(act=lambda self, x: F.silu(x) * self.settings["scale"].sum())
     mlp.settings = {"scale": torch.tensor([1.0, 0.0])}
@@ -317,9 +310,6 @@ def test_a_bias_that_a_layer_norm_of_torch_gets_later_is_used():
     assert patch(norm)
     norm.bias = nn.Parameter(torch.ones(48))
     torch.testing.assert_close(norm(x), nn.LayerNorm.forward(norm, x))
-
-
-# --- modules that cannot be read -----------------------------------------------------------------
 
 
 class RaisingRepr:
@@ -357,9 +347,6 @@ def test_a_module_that_cannot_be_read_does_not_end_the_patch(kind):
     report = tigon.patch(nn.ModuleList([UNREADABLE[kind](), MLP()]))
     assert [entry.part for entry in report.replaced] == ["glu"]
     assert kind not in ("repr", "deep") or "cannot be read (" in report.left_alone[0].detail
-
-
-# --- what is no side effect ----------------------------------------------------------------------
 
 
 @dataclasses.dataclass

@@ -114,9 +114,6 @@ def test_a_file_that_is_gone_is_reported(write):
     assert entry.detail == "its forward has no source that can be read"
 
 
-# --- wrappers --------------------------------------------------------------------------------------
-
-
 class Wrapping(nn.Module):
     """Wraps the forward of each subclass, as transformers wraps the forward of decoder layers."""
 
@@ -226,9 +223,6 @@ def test_another_forward_that_is_set_later_runs(monkeypatch):
 def test_a_decorator_without_functools_wraps_is_reported():
     (entry,) = (entry for entry in tigon.patch(Hidden()).left_alone if entry.part == "fused_statements")
     assert entry.detail == "its forward is behind a decorator that does not name the function that it wraps"
-
-
-# --- residuals with other uses ---------------------------------------------------------------------
 
 
 # Forwards that do more with the residual of a norm, between its first statement and its last one.
