@@ -19,13 +19,7 @@ from tigon.ops.fp8.formats import MULTIPLE, RECIPES, has_fp8_units
 from tigon.recognition.parts.adapters import AdapterRecipe
 from tigon.recognition.parts.expert_adapters import ExpertAdapterRecipe, wrappers_of
 from tigon.recognition.parts.experts import ExpertsRecipe, is_experts, parameter_names
-from tigon.recognition.parts.fp8 import (
-    FP8_DTYPES,
-    FP8Recipe,
-    FP8Settings,
-    copies_of,
-    mark_bases,
-)
+from tigon.recognition.parts.fp8 import FP8_DTYPES, FP8Recipe, FP8Settings, copies_of, mark_bases
 from tigon.recognition.parts.fp8_experts import FEWEST_ROWS, FP8Experts, explain_experts
 from tigon.recognition.parts.mixtures import MixtureRecipe
 from tigon.recognition.parts.norm_recipes import RMSNormRecipe

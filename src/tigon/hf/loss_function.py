@@ -52,12 +52,7 @@ class LossFunction:
     that the model's class chooses now, by its property, its `loss_type` and transformers' table of losses."""
 
     def __init__(
-        self,
-        fused: Any,
-        model: nn.Module,
-        slot: str,
-        assigned: Callable | None,
-        guard: FunctionGuard | None = None,
+        self, fused: Any, model: nn.Module, slot: str, assigned: Callable | None, guard: FunctionGuard | None = None
     ) -> None:
         self.fused, self.model, self.slot, self.assigned = fused, weakref.ref(model), slot, assigned
         self.guard = guard or FunctionGuard(self.choose(model))

@@ -19,13 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.hf.transformers_private import ModelFacts, model_facts
-from tigon.recognition.parts.mixers import (
-    CACHES,
-    MixerRecipe,
-    boundaries_in,
-    passes_boundaries,
-    warn_of_mixed_samples,
-)
+from tigon.recognition.parts.mixers import CACHES, MixerRecipe, boundaries_in, passes_boundaries, warn_of_mixed_samples
 from tigon.recognition.replacement import installed_recipe
 from tigon.runtime.device import is_capturing
 from tigon.runtime.late_checks import LateFlag

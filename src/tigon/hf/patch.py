@@ -248,9 +248,7 @@ def _is_of_tigon(module: nn.Module) -> bool:
     return type(module).__module__.startswith("tigon.")
 
 
-def _takes_the_arguments_of(
-    patch: Callable[P, Report],
-) -> Callable[[Callable[..., Context]], Callable[P, Context]]:
+def _takes_the_arguments_of(patch: Callable[P, Report]) -> Callable[[Callable[..., Context]], Callable[P, Context]]:
     """Return a decorator that gives the signature of `patch` to a function that passes all its arguments to `patch`."""
 
     def decorate(function: Callable[..., Context]) -> Callable[P, Context]:

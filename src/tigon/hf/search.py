@@ -20,11 +20,7 @@ from tigon.recognition.probing.kind import kinds_of
 from tigon.recognition.probing.standin import describe, has_no_tensors
 from tigon.recognition.probing.trials import Trials, recording
 from tigon.recognition.replacement import find_replacement, foreign_forward
-from tigon.recognition.rewriting.fused_statements import (
-    FusedStatementsRecipe,
-    has_fusible_child,
-    overwritten_children,
-)
+from tigon.recognition.rewriting.fused_statements import FusedStatementsRecipe, has_fusible_child, overwritten_children
 from tigon.runtime.requirements import require_for
 
 LOGGER = logging.getLogger("tigon")

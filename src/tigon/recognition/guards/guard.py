@@ -27,11 +27,7 @@ class Guard:
     compares by value at its first call."""
 
     def __init__(
-        self,
-        subject: Any,
-        live: tuple[str, ...] = (),
-        searched: tuple[str, ...] = (),
-        texts: tuple[str, ...] = (),
+        self, subject: Any, live: tuple[str, ...] = (), searched: tuple[str, ...] = (), texts: tuple[str, ...] = ()
     ) -> None:
         self.live, self.searched, self.texts = live, searched, texts
         self.fingerprint = self._read_state(subject)

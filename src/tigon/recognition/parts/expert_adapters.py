@@ -36,13 +36,7 @@ from tigon.recognition.parts.experts import (
     small_experts,
     with_adapters,
 )
-from tigon.recognition.probing.standin import (
-    gradients,
-    normal,
-    random_linear,
-    same_gradients,
-    stand_in,
-)
+from tigon.recognition.probing.standin import gradients, normal, random_linear, same_gradients, stand_in
 from tigon.recognition.probing.trials import record
 from tigon.recognition.replacement import find_replacement
 from tigon.runtime.device import PLAIN

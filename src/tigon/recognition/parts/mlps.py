@@ -26,13 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.recognition.guards.code_facts import largest_number
-from tigon.recognition.parts.comparison import (
-    CANNOT_RUN,
-    explain_difference,
-    if_similar,
-    run_probes,
-    select,
-)
+from tigon.recognition.parts.comparison import CANNOT_RUN, explain_difference, if_similar, run_probes, select
 from tigon.recognition.parts.mlp_recipes import FORMULAS, GATE_KINDS, GLURecipe, MLPRecipe
 from tigon.recognition.probing.probes import DTYPES, SpecialCase, Subject, runs_without_contiguity
 from tigon.recognition.probing.standin import (

@@ -21,14 +21,7 @@ from torch import Tensor, nn
 from tigon.ops.norms.gated_rms_norm import GateActivation
 from tigon.ops.norms.rms_norm import Rounding
 from tigon.recognition.guards.code_facts import largest_number
-from tigon.recognition.parts.comparison import (
-    CANNOT_RUN,
-    EQUAL_DTYPES,
-    Pair,
-    explain_difference,
-    run_probes,
-    select,
-)
+from tigon.recognition.parts.comparison import CANNOT_RUN, EQUAL_DTYPES, Pair, explain_difference, run_probes, select
 from tigon.recognition.parts.norm_recipes import (
     LAYER_NORM_FORMULAS,
     Gate,

@@ -104,11 +104,7 @@ def start_norm(rope: Any, norm: nn.Module, x: Any) -> tuple[Any, _StartedNorm | 
 
 
 def norm_rope(
-    rope: Any,
-    started_norms: tuple[_StartedNorm | None, ...],
-    transposed: tuple[bool, ...],
-    *args: Any,
-    **kwargs: Any,
+    rope: Any, started_norms: tuple[_StartedNorm | None, ...], transposed: tuple[bool, ...], *args: Any, **kwargs: Any
 ) -> Any:
     """Compute the norms that `start_norm` has started, then `rope(*args, **kwargs)`, if possible in one kernel. `rope`
     is None if nothing is to be rotated. `transposed` says for each tensor whether dimensions 1 and 2 were exchanged

@@ -20,13 +20,7 @@ import ast
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from tigon.recognition.rewriting.statements import (
-    NORM_ROPE,
-    START_NORM,
-    call_of_child,
-    parse_statements,
-    single_target,
-)
+from tigon.recognition.rewriting.statements import NORM_ROPE, START_NORM, call_of_child, parse_statements, single_target
 
 # Expressions that assign a variable or leave the function.
 UNSUPPORTED = ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom
