@@ -282,9 +282,11 @@ def capture(
         upstream = torch.ones_like(output)
         with _capturing(graphs[1], memory.backward_pool, memory.device):
             gradients = differentiate(output, leaves, upstream)
-        forward_memory = _segments(memory.forward_pool)
-        owners = *graphs, upstream
-        places = [None if x is None else GradientPlace(x, owners, _is_in(forward_memory, x)) for x in gradients]
+        pool, owners = tuple(memory.forward_pool), (*graphs, upstream)
+        segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool]
+        addresses = [range(s["address"], s["address"] + s["total_size"]) for s in segments]
+        is_of_forward = lambda x: any(x.data_ptr() in segment for segment in addresses)
+        places = [None if x is None else GradientPlace(x, owners, is_of_forward(x)) for x in gradients]
     torch.cuda.current_stream(memory.device).wait_stream(memory.stream)
     kept = output.detach()
     outputs = map_tensors(lambda tensor: kept if tensor is output else tensor.detach(), outputs)
@@ -304,17 +306,6 @@ def differentiate(output: Tensor, leaves: Sequence[Tensor], upstream: Tensor) ->
         distinct.append(gradient)
         addresses |= {0 if gradient is None else gradient.data_ptr()} - {0}
     return distinct
-
-
-def _segments(pool: Any) -> list[range]:
-    """Return the addresses of the memory of a pool."""
-    segments = (x for x in torch.cuda.memory_snapshot() if tuple(x["segment_pool_id"]) == tuple(pool))
-    return [range(x["address"], x["address"] + x["total_size"]) for x in segments]
-
-
-def _is_in(segments: list[range], x: Tensor) -> bool:
-    address = x.data_ptr()
-    return any(address in segment for segment in segments)
 
 
 def _static_input(value: Tensor | float, device: torch.device) -> Tensor:

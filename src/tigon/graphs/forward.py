@@ -136,7 +136,7 @@ class GraphedForward:
             or getattr(_running, "is_on", False)
             or has_active_transform()
             or is_replica(model)
-            or is_capturing_now()
+            or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
         )
 
     def compute(self, model: nn.Module, run: Callable, arguments: dict[str, Any]) -> Any:
@@ -242,7 +242,9 @@ class GraphedForward:
             raise NotCaptured(reason)
         pair.writes_to_model = self.state.tensor_versions() != versions
         self.record.captured.append(Captured(text, pair.seconds))
-        _say(f"tigon: captured {text} as a pair of CUDA graphs in {pair.seconds:.1f} s")
+        # The user learns what takes so long.
+        text = f"tigon: captured {text} as a pair of CUDA graphs in {pair.seconds:.1f} s"
+        LOGGER.info(text) if LOGGER.isEnabledFor(logging.INFO) else print(text, file=sys.stderr, flush=True)
         return pair
 
     def _capture(self, compute: Callable, replace: Callable, call: Call) -> Pair:
@@ -275,19 +277,3 @@ class GraphedForward:
         if reason not in self.record.eager:
             LOGGER.debug("tigon: a training call runs without a graph: %s", reason)
         self.record.eager[reason] += 1
-
-
-# --- helpers -------------------------------------------------------------------------------------
-
-
-def _say(text: str) -> None:
-    """Tell the user what takes so long."""
-    if LOGGER.isEnabledFor(logging.INFO):
-        LOGGER.info(text)
-    else:
-        print(text, file=sys.stderr, flush=True)
-
-
-def is_capturing_now() -> bool:
-    """Return whether a CUDA graph is captured on the current stream."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

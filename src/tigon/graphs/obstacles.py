@@ -57,19 +57,11 @@ def check_model(model: nn.Module) -> None:
         raise NotCaptured("some parameters are not plain tensors")
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise NotCaptured("the process group has several ranks")
-    if (origin := find_python_hook(model)) is not None:
-        raise NotCaptured(f"a hook of {origin} runs Python code in each call")
-
-
-def find_python_hook(model: nn.Module) -> str | None:
-    """Return the Python module that defines a hook which must run at each call; None if there is none. Hooks of
-    transformers and of Tigon only look at a call."""
-    for module in model.modules():
-        for table in HOOK_TABLES:
-            for hook in getattr(module, table).values():
-                if not (origin := origin_of(hook)).startswith(("tigon.", "transformers.")):
-                    return origin
-    return None
+    hooks = (hook for module in model.modules() for table in HOOK_TABLES for hook in getattr(module, table).values())
+    for origin in map(origin_of, hooks):
+        # Hooks of transformers and of Tigon only look at a call.
+        if not origin.startswith(("tigon.", "transformers.")):
+            raise NotCaptured(f"a hook of {origin} runs Python code in each call")
 
 
 def is_supported(device: torch.device) -> bool:

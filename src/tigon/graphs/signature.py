@@ -43,24 +43,15 @@ class Call(NamedTuple):
 def _settings_of_torch() -> tuple:
     """Return the settings of torch that change what a call launches."""
     is_autocast = torch.is_autocast_enabled("cuda")
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    # From 2.9 on, torch refuses the older question about the precision of products after a newer setting.
+    precision = getattr(cuda.matmul, "fp32_precision", None)
+    precision = torch.get_float32_matmul_precision() if precision is None else precision
+    attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
     return (
-        is_autocast and torch.get_autocast_dtype("cuda"),
-        torch.are_deterministic_algorithms_enabled(),
-        _matmul_precision(),
-        torch.get_default_dtype(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-        torch.backends.cudnn.deterministic,
-        torch.backends.cudnn.benchmark,
-    )
-
-
-def _matmul_precision() -> str:
-    """Return the precision of fp32 products. From 2.9 on, torch refuses the older question after a newer setting."""
-    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-    return torch.get_float32_matmul_precision() if precision is None else precision
+        is_autocast and torch.get_autocast_dtype("cuda"), torch.are_deterministic_algorithms_enabled(), precision,
+        torch.get_default_dtype(), *attention, cuda.cudnn_sdp_enabled(), cudnn.deterministic, cudnn.benchmark,
+    )  # fmt: skip
 
 
 def divide_arguments(arguments: dict[str, Any], device: torch.device) -> Call:

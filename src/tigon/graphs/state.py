@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from tigon.recognition.replacement import Replacement
 from tigon.runtime.autograd import version_of
@@ -97,7 +97,9 @@ class ModelState:
 
     def _read_tensors(self) -> list[tuple]:
         """Return the facts about the tensors of the model that a graph depends on."""
-        return [(x.data_ptr(), x.requires_grad, 0 if x.requires_grad else _version(x)) for x in self.tensors]
+        # Tigon may hold a copy of a frozen weight in another format. Other tensors are read at each replay.
+        is_frozen = lambda x: isinstance(x, nn.Parameter) and not x.requires_grad
+        return [(x.data_ptr(), x.requires_grad, version_of(x) if is_frozen(x) else 0) for x in self.tensors]
 
     def tensor_versions(self) -> list[int]:
         """Return how often each tensor of the model was changed in place."""
@@ -157,19 +159,11 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     configurations: dict[int, Any] = {}
     for name, module in model.named_modules():
         yield name or type(module).__name__, vars(module)
-        configurations |= {id(x): x for key, x in vars(module).items() if _is_configuration(key, x)}
+        for key, x in vars(module).items():
+            holds_settings = (
+                key == "config" or isinstance(x, (SimpleNamespace, Namespace)) or dataclasses.is_dataclass(x)
+            )
+            if holds_settings and hasattr(x, "__dict__") and not isinstance(x, type):
+                configurations[id(x)] = x
     for config in configurations.values():
         yield type(config).__name__, vars(config)
-
-
-def _is_configuration(name: str, x: Any) -> bool:
-    """Return whether an attribute of a module is an object that holds settings."""
-    if not hasattr(x, "__dict__") or isinstance(x, type):
-        return False
-    return name == "config" or isinstance(x, (SimpleNamespace, Namespace)) or dataclasses.is_dataclass(x)
-
-
-def _version(x: Tensor) -> int:
-    """Return how often a frozen weight was changed in place, because Tigon may hold a copy of it in another format. The
-    optimizer changes trained weights, and buffers may change in every step. Their values are read at each replay."""
-    return version_of(x) if isinstance(x, nn.Parameter) else 0

@@ -51,10 +51,6 @@ def _gated_delta_rule(draw: Draw, b: int, t: int, hk: int, hv: int, d: int) -> T
     return {"q": q, "k": k, "v": v, "g": -draw(b, t, hv).abs(), "beta": draw(b, t, hv).sigmoid()}
 
 
-def _kda(draw: Draw, b: int, t: int, hk: int, hv: int, d: int) -> Tensors:
-    return _gated_delta_rule(draw, b, t, hk, hv, d) | {"g": -draw(b, t, hv, d).abs()}
-
-
 def _lora_linear(draw: Draw, t: int, i: int, o: int, r: int) -> Tensors:
     a, b = draw(r, i, scale=i**-0.5, dtype=torch.float32), draw(o, r, scale=r**-0.5, dtype=torch.float32)
     return {"x": draw(t, i), "weight": draw(o, i, scale=i**-0.5), "a": a, "b": b}
@@ -165,7 +161,10 @@ CALLS = (
         "gated_delta_rule", _gated_delta_rule, (1, 70, 2, 4, 16), (1, 4096, 4, 8, 128),
         ({"use_qk_l2norm": True}, {"use_qk_l2norm": True, "scale": 0.5}), rows_axis=1,
     ),
-    OpCall("kda", _kda, (1, 70, 2, 2, 16), (1, 4096, 8, 8, 128), ({"use_qk_l2norm": True},), rows_axis=1),
+    OpCall(
+        "kda", lambda d, b, t, hk, hv, n: _gated_delta_rule(d, b, t, hk, hv, n) | {"g": -d(b, t, hv, n).abs()},
+        (1, 70, 2, 2, 16), (1, 4096, 8, 8, 128), ({"use_qk_l2norm": True},), rows_axis=1,
+    ),
     OpCall("swiglu", _same_size("gate", "up"), *_MLP),
     OpCall("geglu", _same_size("gate", "up"), *_MLP, ({}, {"approximate": "tanh"})),
     OpCall("gelu", _same_size("x"), *_MLP, ({}, {"approximate": "tanh"}, {"approximate": "sigmoid"})),

@@ -134,11 +134,5 @@ def inspect_config(config: Any, *, trust_remote_code: bool = False) -> Inspectio
     others = collections.Counter(
         type(module).__name__ for name, module in model.named_modules() if name not in names_in_report
     )
-    return Inspection(
-        type(model).__name__,
-        config.model_type,
-        sum(parameter.numel() for parameter in model.parameters()),
-        _describe_head(model, report),
-        report,
-        dict(others.most_common()),
-    )
+    size, head = sum(parameter.numel() for parameter in model.parameters()), _describe_head(model, report)
+    return Inspection(type(model).__name__, config.model_type, size, head, report, dict(others.most_common()))

@@ -99,18 +99,10 @@ def plan(
         if path is not None:
             check_file(path, option)
     settings = _make_settings(
-        seq=seq,
-        batch=1 if batch is None else batch,
-        gpus=gpus,
-        gpu_memory=_gpu_memory() if gpu_memory is None else gpu_memory,
-        host_memory=host_memory,
-        reserve=reserve,
-        optimizer=optimizer,
-        dtype=dtype,
-        strategy=strategy,
-        lora=lora,
-        qlora=qlora,
-    )
+        seq=seq, batch=1 if batch is None else batch, gpus=gpus, host_memory=host_memory, reserve=reserve,
+        gpu_memory=_gpu_memory() if gpu_memory is None else gpu_memory, optimizer=optimizer, dtype=dtype,
+        strategy=strategy, lora=lora, qlora=qlora,
+    )  # fmt: skip
     if not _run(model, settings, batch is not None, trust_remote_code, json_file, plot):
         raise typer.Exit(NOTHING_FITS)
 

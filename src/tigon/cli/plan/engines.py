@@ -128,11 +128,8 @@ class Sharded:
 
     def _shard_size(self, parameters: list[nn.Parameter]) -> int:
         """Return the bytes of one GPU's shard of these parameters, or of their gradients."""
-        return sum(-(-p.numel() // self.gpus) * self._shard_dtype(p).itemsize for p in parameters)
-
-    def _shard_dtype(self, p: nn.Parameter) -> torch.dtype:
-        """Return the dtype of the shards of a parameter."""
-        return torch.promote_types(p.dtype, self.dtype) if p.is_floating_point() else p.dtype
+        dtype_of = lambda p: torch.promote_types(p.dtype, self.dtype) if p.is_floating_point() else p.dtype
+        return sum(-(-p.numel() // self.gpus) * dtype_of(p).itemsize for p in parameters)
 
     def start(self, ledger: Ledger) -> None:
         """Count the shards, and let the ledger report which parameters are read."""

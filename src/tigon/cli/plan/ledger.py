@@ -34,20 +34,11 @@ ALLOCATION_UNIT = 512
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_"}
 
 
-def _grouped_flops(a: Tensor, b: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    """Count the operations of rows with the matrix of their group, which those of the matrices' gradients equal."""
-    return 2 * a.numel() * b.shape[-1]
-
-
-# Functions that count the multiplications and additions of an operation.
-FLOP_COUNTERS = {**flop_registry, grouped_mm: _grouped_flops}
+# Functions that count the multiplications and additions of an operation. The gradients of the matrices of groups take
+# as many as the products of the rows.
+FLOP_COUNTERS = {**flop_registry, grouped_mm: lambda a, b, *args, **options: 2 * a.numel() * b.shape[-1]}
 # The operation that copies one value to the host.
 READ_SCALAR = getattr(read_scalar, "default", None)
-
-
-def _allocated(nbytes: int) -> int:
-    """Return the bytes that the allocator of a GPU allocates for a storage."""
-    return -(-nbytes // ALLOCATION_UNIT) * ALLOCATION_UNIT
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -126,7 +117,7 @@ class Ledger(DispatchMode):
         key = storage_id(storage)
         if key in self._counted:
             return False
-        self._counted[key] = nbytes = _allocated(storage.nbytes())
+        self._counted[key] = nbytes = -(-storage.nbytes() // ALLOCATION_UNIT) * ALLOCATION_UNIT
         weakref.finalize(storage, self._free, key).atexit = False
         self.add(nbytes)
         return True

@@ -73,14 +73,11 @@ def find_position_table(model: nn.Module, seq: int) -> PositionTable | None:
 def _reads(model: nn.Module, embeddings: dict[str, nn.Embedding], seq: int) -> list[str] | None:
     """Return the embeddings that a forward pass of `seq` tokens reads at `seq` positions; None if the pass fails."""
     reads: list[str] = []
-    hooks = []
-    for name, module in embeddings.items():
-
-        def record_read(_module: nn.Module, inputs: tuple, output: torch.Tensor, name: str = name) -> None:
-            if output.dim() > 1 and output.shape[-2] == seq:
-                reads.append(name)
-
-        hooks.append(module.register_forward_hook(record_read))
+    record = lambda name, output: reads.append(name) if output.dim() > 1 and output.shape[-2] == seq else None
+    hooks = [
+        module.register_forward_hook(lambda module, inputs, output, name=name: record(name, output))
+        for name, module in embeddings.items()
+    ]
     try:
         # The ledger supplies a value where the code reads one from a meta tensor, which has none.
         with quietly(), Ledger(), torch.no_grad():

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tigon.cli.plan.engines import OptimizerCosts, Replicated, Sharded
 from tigon.cli.plan.ledger import Ledger, Work
@@ -33,12 +33,6 @@ class Step:
         return max(self.peaks)
 
 
-def _backward(loss: Tensor) -> None:
-    """Run backward inside the modes of the ledger, where layers are recomputed. `loss.backward()` exits the modes."""
-    one = torch.ones_like(loss)
-    engine_run_backward((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
 def count_step(model: nn.Module, engine: Replicated | Sharded, optimizer: OptimizerCosts, batch: int, seq: int) -> Step:
     """Count a step of a model on meta. The optimizer's state exists already; gradients are None before and after."""
     require_names("tigon plan", *NAMES_FOR_PLAN)
@@ -53,7 +47,10 @@ def count_step(model: nn.Module, engine: Replicated | Sharded, optimizer: Optimi
             loss = model(input_ids=tokens, labels=tokens).loss
             saved_bytes, forward_peak, forward_work = ledger.live - fixed, ledger.peak, dataclasses.replace(ledger.work)
             ledger.peak = ledger.live
-            _backward(loss)
+            # `loss.backward()` would exit the modes of the ledger, in which layers are recomputed.
+            engine_run_backward(
+                (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
             backward_peak, backward_work = ledger.peak, ledger.work.minus(forward_work)
         finally:
             engine.finish(ledger)
