@@ -1,16 +1,13 @@
 """A training call as a pair of CUDA graphs: one replays its forward, the other its backward.
 
-A graph reads and writes the memory that it was captured with, so each pair has static inputs, outputs and gradients.
-All pairs of a model share two pools of memory: forwards allocate from one of them, and backwards from the other. The
-activations of a pair are therefore overwritten by the next forward of any pair, and its gradients by the next backward.
-A gradient that the forward computes already, such as that of the head, is overwritten by the next forward. From this
-follow the rules of `GraphMemory`:
+All pairs of a model share two pools of memory: forwards allocate from one, backwards from the other. The activations of
+a pair are overwritten by the next forward of any pair, its gradients by the next backward, and a gradient that the
+forward computes, such as that of the head, by the next forward. From this follow the rules of `GraphMemory`:
 
 - A forward is replayed only if no backward of an earlier forward can still run.
 - Autograd takes the gradients of a replay as `p.grad` without a copy. If `p.grad` still has them when they are about to
-  be overwritten, because micro-batches accumulate, its data becomes a copy first. If anything else still refers to
-  them, the call runs eagerly. If such a reference appears only after the forward, the backward returns copies of its
-  gradients, and restores the old values.
+  be overwritten, its data becomes a copy first. If anything else still refers to them, the call runs eagerly. If such a
+  reference appears after the forward, the backward returns copies of its gradients, and restores the old values.
 """
 
 import copy

@@ -1,14 +1,9 @@
 """The checks at each call of the body of a patched model, which cost about 1 us for each module that they compare.
 
-- A trainer may replace the forward of a causal language model after the patch. The trainers of TRL assign a function
-  that calls the body of the model and computes the loss itself. Norms, MLPs and attention layers then stay patched, and
-  the body keeps its memory level, but the loss in the head is not used. The results do not show this. Therefore the
-  body checks in training that the patched forward of its model is running, or is still assigned to the model, and
-  warns once if it is not.
-- `peft.get_peft_model(model, config)`, and trainers that call it, exchange linear layers and experts for modules that
-  have adapters. If the model was patched before, no recipe is installed on the new modules. Therefore the body compares
-  the children of its modules with those at the previous call. If a new child has adapters, its recipe is installed
-  before it runs.
+- A trainer, such as those of TRL, may replace the forward of the model after the patch and call the body. The loss in
+  the head is then not used, which no result shows, so the body warns once in training.
+- PEFT exchanges linear layers and experts for modules with adapters. The body compares the children of its modules with
+  those of the previous call, and installs a recipe on each new child with adapters before it runs.
 """
 
 import logging

@@ -6,22 +6,11 @@ Three places of the instance change, and no model's forward is copied:
 - `head.forward` computes the loss of the call, and returns a placeholder of shape [1, 1, 3] in place of logits. The
   model still calls the head as a module, so hooks that gather or shard weights run as usual.
 - `model.loss_function` (`tigon.hf.loss_function`) returns that loss, tied to the placeholder, so that the head's output
-  stays in the graph. The middle element of the placeholder, the marker, has a known value. The model processes it like
-  a logit, so its value in the loss function shows whether the model still does exactly what it did when it was patched.
-  If the value differs, the call raises an error. On a GPU, the host does not wait for this comparison: the loss is NaN,
-  and a later call raises the error (`tigon.runtime.late_checks`). Any other computation from the logits raises an error
-  at once (`tigon.hf.logits`). An engine may convert the placeholder to a plain tensor, which raises no error.
-  Therefore the outer elements are NaN, so that such a computation gives NaN.
+  stays in the graph. The value of its middle element, the marker, shows whether the model still does to its logits what
+  it did when it was patched. The outer elements are NaN, so that any other computation from them gives NaN or raises.
 
-Before each fused call, the host compares the numbers that the model's forward reads (a soft cap, a scale) with those
-that were measured. It also compares the loss function that the model would choose with the one that was recognised. If
-one of them differs, the stock code runs.
-
-A call is fused only in training mode with labels, or with `skip_logits=True`. All other calls, and calls with arguments
-that the fused loss does not support, run the stock code.
-
-`tigon.hf.learn` measures what the model does to its logits before the loss (a soft cap, a scale). It runs the model's
-own forward with a stand-in body and head, and compares the fused loss with the stock loss before it changes the model.
+A call is fused in training mode with labels, or with `skip_logits=True`, if the numbers that the model's forward reads
+(a soft cap, a scale) and its loss function are those that `tigon.hf.learn` measured. Otherwise the stock code runs.
 
 Shapes: B sequences of S tokens, hidden size H, vocabulary V.
 """

@@ -1,11 +1,8 @@
 """`tigon.patch(model, pad_to=64)`: pad the calls of a causal language model in training, and cut their outputs.
 
-`tigon.graphs.padding` pads the arguments of one call. Here are the facts about a model that this depends on. They come
-from the config, from the functions of transformers that build the masks of the model, and from the modules, all of
-which must be known not to read tokens on their right. Other models stay as they are, and the report says why.
-
-The forward of the model pads, and also the forward of its body, for trainers that call the body and compute the loss
-themselves.
+`tigon.graphs.padding` pads the arguments of one call. Here are the facts about a model that this depends on: its
+config, the functions that build its masks, and its modules, none of which may read tokens on the right. The forward of
+the model pads, and also that of its body, for trainers that call the body and compute the loss themselves.
 """
 
 import ast

@@ -1,20 +1,13 @@
 """Avoid the host synchronisation by which transformers checks whether a batch is packed, if it cannot be packed.
 
-transformers infers from the positions of the tokens whether several sequences are packed into one row: then a position
-is not its predecessor plus one. If a caller passes neither positions nor a mask, the body of a model numbers the tokens
-itself, and nothing can be packed. transformers nevertheless compares the positions on the device, and the host waits
-for the result. It waits at the start of every forward, until the device has finished the previous step, so it can never
-prepare a step while the device still computes the previous one. In each forward of a model with small layers, the
-device then waits for the host.
-
-The functions of transformers that build a mask compare only positions that are passed to them:
+transformers compares positions on the device to find packed sequences, also those that the body of a model has numbered
+itself. The host then waits at the start of every forward until the device has finished the previous step:
 
     position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device).unsqueeze(0)
     causal_mask = create_causal_mask(..., position_ids=position_ids)   # compares, and the host waits
 
-If the source of a body's forward shows that it assigns nothing but these numbers to `position_ids`, the forward runs
-with replacements of these functions that pass no positions (`tigon.recognition.rewriting.fused_statements`). No module
-of transformers is changed.
+If the source of a body's forward assigns nothing but these numbers to `position_ids`, the forward runs with functions
+that pass no positions to those that build masks. No module of transformers is changed.
 """
 
 import ast

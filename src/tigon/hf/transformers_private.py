@@ -1,15 +1,8 @@
 """Every private or undocumented name of transformers that Tigon needs, in one place.
 
-Each function states which name it uses, why, and what happens if the installed transformers does not have the name:
-Tigon uses a slower method, or raises an error that says which name is missing. All names exist in transformers 5.13 to
-5.24. `tests/hf/test_transformers_private.py` compares the result of each function with a known result. If a new version
-of transformers lacks a name, the test of this name fails.
-
-`tigon.recognition.parts.experts` reads further names, because no module of `recognition` imports `hf`: the marks of
-experts (`has_gate`, `has_bias`, `is_transposed`, `_apply_gate`) and the setting `_experts_implementation` of configs.
-Experts without one of them stay stock. The same file tests these names.
-
-Nothing here imports transformers before a function is called.
+Each function states which name it uses, why, and what happens without it. All names exist in transformers 5.13 to 5.24,
+and `tests/hf/test_transformers_private.py` tests them, also those that `tigon.recognition.parts.experts` reads: the
+marks of experts and the setting `_experts_implementation`. transformers is imported when a function is called.
 """
 
 import contextlib
@@ -51,23 +44,19 @@ def _uses(cls: type, method: str, name: str) -> bool:
 
 
 def is_code_of_base_class(cls: type) -> bool:
-    """Return whether a class is a base class that all models of transformers share.
-
-    Such a class is defined in the module `transformers.modeling_utils`. The numbers that its methods read are not
-    settings of one model. If the module has another name, these numbers count as settings of the model, and the loss is
-    stock after more changes than necessary.
-    """
+    """Return whether a class is a base class that all models of transformers share. Such a class is defined in the
+    module `transformers.modeling_utils`. The numbers that its methods read are not settings of one model. If the module
+    has another name, these numbers count as settings of the model, and the loss is stock after more changes than
+    necessary."""
     return cls.__module__ == "transformers.modeling_utils"
 
 
 def loss_slot(model: nn.Module) -> str | None:
-    """Return the attribute of a model that holds the function assigned to `model.loss_function`.
-
-    In `PreTrainedModel`, `loss_function` is a property. It stores an assigned function in `_loss_function`, and chooses
-    one by `loss_type` if none was assigned. An assignment to an empty object shows the name of the slot. The
-    result is None, and the loss of the model stays stock, if the slot is not found or if the model has no `loss_type`:
-    the choice then depends on something that Tigon does not know.
-    """
+    """Return the attribute of a model that holds the function assigned to `model.loss_function`. In `PreTrainedModel`,
+    `loss_function` is a property. It stores an assigned function in `_loss_function`, and chooses one by `loss_type` if
+    none was assigned. An assignment to an empty object shows the name of the slot. The result is None, and the loss of
+    the model stays stock, if the slot is not found or if the model has no `loss_type`: the choice then depends on
+    something that Tigon does not know."""
     attribute = getattr(type(model), "loss_function", None)
     if not isinstance(attribute, property):
         return "loss_function"
@@ -100,13 +89,11 @@ _READERS: dict[str, dict[str, Any]] = {
 @contextlib.contextmanager
 def masks_as_in_eager_calls() -> Iterator[None]:
     """Let a call without a mask, whose samples are not packed, build no causal mask while a CUDA graph is captured.
-
     Attention would read the mask, and its kernels with a mask are slower. transformers builds one because it cannot
     read the values of tensors during a capture, and such a call has none to read. If `is_tracing` were not replaced,
     the graph would have the mask. The same is true of `find_packed_sequence_indices` for a call with positions. If
     `_is_packed_sequence` were not replaced, a call of one row by flash-attn could not be captured, because the host
-    reads its positions.
-    """
+    reads its positions."""
     thread = threading.get_ident()
 
     def replace(function: Callable, result: Any) -> Callable:
@@ -135,10 +122,8 @@ _SETTER = "_set_gradient_checkpointing"
 
 @dataclass(frozen=True)
 class OnWithGradients:
-    """A value for a switch. It is true while gradients are computed, and false in `torch.no_grad()`.
-
-    Without gradients there is nothing to recompute, and a layer that is not checkpointed can use its cache.
-    """
+    """A value for a switch. It is true while gradients are computed, and false in `torch.no_grad()`. Without gradients
+    there is nothing to recompute, and a layer that is not checkpointed can use its cache."""
 
     def __bool__(self) -> bool:
         return torch.is_grad_enabled()
@@ -196,11 +181,9 @@ def restore_switch(module: nn.Module, state: dict[str, Any]) -> None:
 
 
 def has_switch_setter(model: nn.Module) -> bool:
-    """Return whether the class of a model has the method that sets the switches of its modules.
-
-    Without it, a memory level is lost when `gradient_checkpointing_enable` is called; the report says so. The method
-    has another signature in old code of models on the hub.
-    """
+    """Return whether the class of a model has the method that sets the switches of its modules. Without it, a memory
+    level is lost when `gradient_checkpointing_enable` is called; the report says so. The method has another signature
+    in old code of models on the hub."""
     setter = getattr(type(model), _SETTER, None)
     return setter is not None and "value" not in inspect.signature(setter).parameters
 
@@ -225,12 +208,10 @@ def replace_switch_setter(model: nn.Module, setter: Callable | None) -> None:
 def checkpoint_settings(
     gradient_checkpointing_func: Callable | None = None, every_n_layers: int = 1, **others: Any
 ) -> dict[str, Any]:
-    """Return the arguments of a call of `gradient_checkpointing_enable` that a memory level ignores, by name.
-
-    The arguments are those that `gradient_checkpointing_enable` passes to the method that sets the switches, without
-    the first one. `gradient_checkpointing_func` is a `functools.partial` of `torch.utils.checkpoint.checkpoint` with
-    the keywords of the user.
-    """
+    """Return the arguments of a call of `gradient_checkpointing_enable` that a memory level ignores, by name. The
+    arguments are those that `gradient_checkpointing_enable` passes to the method that sets the switches, without the
+    first one. `gradient_checkpointing_func` is a `functools.partial` of `torch.utils.checkpoint.checkpoint` with the
+    keywords of the user."""
     settings = dict(getattr(gradient_checkpointing_func, "keywords", {}))
     if settings.get("use_reentrant") is False:
         del settings["use_reentrant"]
@@ -244,11 +225,9 @@ def checkpoint_settings(
 
 
 def is_checkpoint_layer(module: nn.Module) -> bool:
-    """Return whether a module is a layer of a stack that transformers checkpoints layer by layer.
-
-    Such a layer has a base class with the name `GradientCheckpointingLayer`. Without this name, the last layer of a
-    model is checkpointed like all other layers, which takes more time.
-    """
+    """Return whether a module is a layer of a stack that transformers checkpoints layer by layer. Such a layer has a
+    base class with the name `GradientCheckpointingLayer`. Without this name, the last layer of a model is checkpointed
+    like all other layers, which takes more time."""
     return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
 
 
@@ -256,11 +235,9 @@ def is_checkpoint_layer(module: nn.Module) -> bool:
 
 
 def builds_mask(function: Any) -> bool:
-    """Return True for a function of transformers that builds an attention mask and has an optional `position_ids`.
-
-    Such a function is in `masking_utils`. It infers from `position_ids` whether a batch is packed, for which the host
-    waits for the device. If transformers has no such module, the result is always False, and the host waits.
-    """
+    """Return True for a function of transformers that builds an attention mask and has an optional `position_ids`. Such
+    a function is in `masking_utils`. It infers from `position_ids` whether a batch is packed, for which the host waits
+    for the device. If transformers has no such module, the result is always False, and the host waits."""
     if not isinstance(function, types.FunctionType) or function.__module__ != "transformers.masking_utils":
         return False
     parameter = inspect.signature(function).parameters.get("position_ids")
@@ -271,14 +248,9 @@ def builds_mask(function: Any) -> bool:
 
 
 def constructors() -> tuple[str, ...]:
-    """Return the names of the methods that build a model.
-
-    `AutoModelForCausalLM.from_config` calls `_from_config`, which sets the dtype while it builds. Without this name,
-    `tigon.patch("llama")` refuses, because a model would be patched before it is complete.
-
-    Raises:
-        RuntimeError: `PreTrainedModel` has no `_from_config`.
-    """
+    """Return the names of the methods that build a model. `AutoModelForCausalLM.from_config` calls `_from_config`,
+    which sets the dtype while it builds. Without this name, `tigon.patch("llama")` refuses, because a model would be
+    patched before it is complete."""
     from transformers import PreTrainedModel
 
     if not hasattr(PreTrainedModel, "_from_config"):
@@ -287,13 +259,8 @@ def constructors() -> tuple[str, ...]:
 
 
 def model_mappings() -> list[Mapping[type, Any]]:
-    """Return all tables of transformers that map a config class to the classes of models that are built from it.
-
-    They are in the undocumented module `transformers.models.auto.modeling_auto`.
-
-    Raises:
-        RuntimeError: transformers has no such module, or no table of this type in it.
-    """
+    """Return all tables of transformers that map a config class to the classes of models that are built from it. They
+    are in the undocumented module `transformers.models.auto.modeling_auto`."""
     try:
         from transformers.models.auto import modeling_auto
 
@@ -304,11 +271,7 @@ def model_mappings() -> list[Mapping[type, Any]]:
 
 
 def auto_class_has(auto_class: str, config: type) -> bool:
-    """Return whether an auto class, such as "AutoModelForCausalLM", builds a model from a config of this class.
-
-    Raises:
-        RuntimeError: The auto class has no attribute `_model_mapping`.
-    """
+    """Return whether an auto class, such as "AutoModelForCausalLM", builds a model from a config of this class."""
     import transformers
 
     mapping = getattr(getattr(transformers, auto_class), "_model_mapping", None)
@@ -318,11 +281,8 @@ def auto_class_has(auto_class: str, config: type) -> bool:
 
 
 def attention_of(model: Any) -> str:
-    """Return the name of a model's attention, such as "sdpa".
-
-    The config has it as `_attn_implementation`. Without this name, the result is "unknown": reports print the name, and
-    nothing depends on it.
-    """
+    """Return the name of a model's attention, such as "sdpa". The config has it as `_attn_implementation`. Without this
+    name, the result is "unknown": reports print the name, and nothing depends on it."""
     return getattr(model.config, "_attn_implementation", None) or "unknown"
 
 
@@ -341,11 +301,9 @@ class ModelFacts(NamedTuple):
 
 def model_facts(model: Any) -> ModelFacts:
     """Return what transformers says about a model. Of any other model, nothing is known.
-
     `_keys_to_ignore_on_load_unexpected` lists patterns for names of weights that a checkpoint may have in addition to
     those of the model. A pattern belongs to a head of multi-token prediction if it contains "mtp", or if it matches a
-    layer after the last one. Without this attribute or `_is_stateful`, the report has fewer notes.
-    """
+    layer after the last one. Without this attribute or `_is_stateful`, the report has fewer notes."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     count = getattr(text, "num_hidden_layers", None)
@@ -361,13 +319,8 @@ def model_facts(model: Any) -> ModelFacts:
 
 
 def layer_classes(model: Any) -> set[str]:
-    """Return the names of the classes of a model's layers. accelerate makes each such layer a unit of FSDP.
-
-    The names are in the attribute `_no_split_modules`, which is empty or None if the model names no layer.
-
-    Raises:
-        RuntimeError: The model has no such attribute.
-    """
+    """Return the names of the classes of a model's layers. accelerate makes each such layer a unit of FSDP. The names
+    are in the attribute `_no_split_modules`, which is empty or None if the model names no layer."""
     if not hasattr(model, "_no_split_modules"):
         raise _missing("PreTrainedModel._no_split_modules")
     return set(model._no_split_modules or ())

@@ -1,20 +1,12 @@
 """Use Tigon in the trainers of TRL.
 
-    import tigon
     tigon.integrations.trl.enable(memory="lean")     # before the trainer is built
     SFTTrainer(model, ...).train()
 
-TRL's trainers for language models (SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO, distillation) replace the forward of
-the model and compute their losses from log-probabilities or from the logits of a teacher. After `enable()`, the forward
-that they install runs on Tigon's ops:
-
-| trainer | products with the head |
-|---|---|
-| SFT, with the losses "nll" and "dft" | three: `linear_cross_entropy` |
-| distillation | four: `linear_distillation` |
-| all others | four: `linear_log_probs` |
-
-`docs/trainers.md` describes the levels of memory and gradient checkpointing.
+TRL's trainers replace the forward of the model and compute their losses from log-probabilities or from the logits of a
+teacher. After `enable()`, the forward that they install runs on `linear_cross_entropy` (SFT with the losses "nll" and
+"dft": three products with the head), `linear_distillation` (distillation: four) or `linear_log_probs` (all others:
+four). `docs/trainers.md` describes the levels of memory and gradient checkpointing.
 """
 
 import functools

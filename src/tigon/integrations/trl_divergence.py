@@ -1,11 +1,8 @@
 """The divergence of TRL's distillation trainer, computed by `tigon.linear_distillation`.
 
-`DistillationTrainer` calls `_chunked_divergence_loss` with the hidden states and the heads of both models. TRL computes
-the logits of both models again for the generalised JSD and once more in backward: eight products, or six for the two
-KLs. The function here has the same arguments and results, and takes four products, because the loss is a sum over
-tokens.
-
-The logits of half-precision models are kept in fp32, as TRL keeps them.
+TRL's `_chunked_divergence_loss` takes eight products with the heads, or six for the two KLs. The function here has the
+same arguments and results and takes four, because the loss is a sum over tokens. The logits of half-precision models
+are kept in fp32, as TRL keeps them.
 
 Shapes: B sequences of K positions, N tokens, hidden size H (of the teacher G), vocabulary V.
 """

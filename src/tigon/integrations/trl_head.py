@@ -1,9 +1,5 @@
 """The head of a language model in TRL's trainers: log-probabilities and the loss of fine-tuning without logits.
 
-TRL gives each model a forward that runs the body and computes log-probabilities from the hidden states and the weight
-of the head (`trl.trainer.utils.add_fused_lm_head`). The trainers compute their losses from these. Here are a forward
-that computes the same outputs with Tigon's ops, and the function that TRL's own forward calls for them.
-
     log p_t = z_t - log sum_j exp(z_j)      z = cap(s (x W^T + b)) / tau     four products with gradients
 
 The loss of supervised fine-tuning is a sum over all tokens, L = - c sum_t w_t log p_t, with w_t = 1 ("nll"), or with

@@ -1,19 +1,14 @@
 """The largest absolute values of a matrix, which its FP8 scales depend on, as the bits of fp32 numbers in int32.
 
-Integers compare as such numbers do, and NaN is larger than infinity. Kernels call each maximum an amax.
-
-A quantisation needs the maximum of a tensor before it writes anything, so it reads the tensor twice. The backward of an
-RMS norm finds the maximum of the gradient that it writes, if an FP8 layer may read it, and one of the two reads
-disappears. On an H100, this takes 1 to 1.5 % from a step of Llama-3-8B. The maximum of the norm's result saves nothing
-that a measurement shows.
+Integers compare as such numbers do, and NaN is larger than infinity. A quantisation reads a tensor twice, first for its
+maximum. The backward of an RMS norm finds the maximum of the gradient that it writes, if an FP8 layer may read it, so
+one of the two reads disappears: 1 to 1.5 % of a step of Llama-3-8B on an H100.
 
     norm     maximum = zero_number(z);  dz = kernel(z, maximum);  attach_maximum(dz, maximum)
     layer    maximum = find_maximum(dy)                           None: the quantisation finds it itself
 
-A maximum belongs to one tensor object as long as its memory and its version are the same, so a write in place removes
-it, and views, copies and casts have none. A write through `tensor.data`, and a kernel of another library that writes a
-tensor in place, change no version, which also holds for the tensors that autograd saves. Autograd hands a gradient on
-as the same object, and adds gradients in place or in another tensor.
+A maximum belongs to one tensor object as long as its memory and its version are the same. Views, copies and casts have
+none.
 """
 
 from typing import NamedTuple
@@ -77,9 +72,6 @@ def raise_to(ptr, bits, mask):
 def raise_to_largest(ptr, bits):
     """Raise one stored maximum to the largest of a tile of bits."""
     raise_to(ptr, tl.max(tl.max(bits, 1), 0), None)
-
-
-# --- producers and readers -------------------------------------------------------------------------
 
 
 class _Record(NamedTuple):

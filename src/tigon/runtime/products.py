@@ -25,8 +25,6 @@ from tigon.runtime.device import Device, device_kind, device_of
 from tigon.runtime.launch import on_device
 from tigon.runtime.tuning import LaunchConfig
 
-# --- configuration -------------------------------------------------------------------------------
-
 
 class ProductProblem(NamedTuple):
     """The properties that the choice between cuBLASLt and torch depends on."""
@@ -55,8 +53,6 @@ class ProductConfig(LaunchConfig):
             tiles=tuple(cublaslt.PING_PONG_TILES.values()),
         )
 
-
-# --- products ------------------------------------------------------------------------------------
 
 # Shorter products of a layer run in torch. 2^39 multiplications take 1.6 ms on an H200. Longer products of a layer
 # gain; with shorter ones the step of a model becomes slower (`glu_mlp`). Products of the head have no such limit.

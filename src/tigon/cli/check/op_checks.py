@@ -75,9 +75,6 @@ def op_checks(ops: list[str] | None, device: torch.device, has_kernels: bool) ->
     return [check for _, check in sorted(ranked, key=lambda pair: pair[0])]
 
 
-# --- speed ---------------------------------------------------------------------------------------
-
-
 def _milliseconds(call: Callable[[], object]) -> float:
     """Return the median time of ten calls, each between two events of the device. Three calls come before them."""
     times = []

@@ -24,8 +24,6 @@ DPO_TYPES = (
     "sigmoid", "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop",
 )  # fmt: skip
 
-# --- preferences -----------------------------------------------------------------------------------
-
 
 def cpo(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, ignore_index: int, beta: float,
@@ -149,9 +147,6 @@ def kto(
         *(sum_logits(hidden[kind], weight, bias) for kind in kinds),
         *((rewards * kind).sum() for kind in kinds),
     )
-
-
-# --- distillation ----------------------------------------------------------------------------------
 
 
 def jsd(

@@ -150,9 +150,6 @@ class LigerExperts(nn.Module):
         return y.view(hidden_states.shape)
 
 
-# --- tiles -----------------------------------------------------------------------------------------
-
-
 def _in_tiles(mlp: Callable[[Tensor], Tensor], x: Tensor, tiles: int | None) -> Tensor:
     """Return the MLP of x [..., L, H], tile by tile along L. Backward computes each tile again."""
     count = max(1, math.ceil(x.shape[-2] / x.shape[-1]) if tiles is None else tiles)

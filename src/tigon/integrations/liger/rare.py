@@ -59,9 +59,6 @@ class LigerPolyNorm(nn.Module):
         return liger_poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
 
 
-# --- attention -------------------------------------------------------------------------------------
-
-
 def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
     """Return max(x - tau, 0), whose sum over `dim` is one: the nearest point of the probability simplex. Source:
     Martins and Astudillo, arXiv:1602.02068."""

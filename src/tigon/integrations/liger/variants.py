@@ -43,8 +43,6 @@ def _to_tuple(result: Any) -> Losses:
     return tuple(result) if isinstance(result, functional.CrossEntropyOutput) else (result, None, None, None)  # type: ignore[return-value]
 
 
-# --- liger_kernel.functional -----------------------------------------------------------------------
-
 _DISPATCHED: dict[str, Row] = {
     "rms_norm": (
         functional.liger_rms_norm,
@@ -100,7 +98,6 @@ def _serve(name: str, function: Callable[..., Any], parameters: str, renamed: di
 DISPATCHED = {name: _accept_kernel_options(_serve(name, *row)) for name, row in _DISPATCHED.items()}
 globals().update(DISPATCHED)
 
-# --- liger_kernel.ops ------------------------------------------------------------------------------
 
 _OPS: dict[str, Row] = {
     "LigerCrossEntropyFunction": (

@@ -1,13 +1,8 @@
 """Recognise the LoRA layers of PEFT: base(x) + sum_j s_j (B_j(A_j(dropout_j(x))) + bias_j).
 
-A layer of PEFT says what it is by its attributes: `base_layer`, `lora_A`, `lora_B`, `lora_dropout`, `scaling`,
-`active_adapters`, `merged`, `disable_adapters` and `lora_variant`. They change while a model trains: another adapter
-becomes active, all of them are disabled or merged, or the scaling is set again. A replaced layer therefore reads them
-at every call (7 us for one adapter on a core of a server), and an op computes the products. A call that the op does not
-support runs PEFT's forward.
-
-`adapter_probes` finds out, once for each class, whether the forward of the class computes this sum and reads no other
-attribute of its layer. While the class has the code that was compared then, a call does not run it.
+A layer says what it is by its attributes, which change while a model trains: which adapters are active, disabled or
+merged, and their scaling. A replaced layer reads them at every call (7 us for one adapter), and an op computes the
+products; PEFT's forward runs for anything else. `adapter_probes` compares the forward of each class once.
 """
 
 from collections.abc import Callable, Sequence

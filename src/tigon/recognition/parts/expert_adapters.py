@@ -1,15 +1,9 @@
 """Recognise low-rank adapters on the weights of experts, which PEFT adds for `target_parameters`.
 
-PEFT wraps the experts in a module for each adapted weight. The wrapper's forward registers a parametrization, so that
-the forward of the experts reads W + s B A, and removes it afterwards. Here another forward takes its place. It reads
-the active adapters, and calls the experts with the factors A and B themselves (`adapted_moe_mlp`).
-
-The settings of the adapters change while a model trains, so they are read at every call: which adapters are active,
-their scaling, and whether they are disabled or merged. If a call is not understood, the stock forward runs.
-
-The attributes of a wrapper and the layout of A and B are those of PEFT, and only this file names them. They are checked
-by value: for each kind of wrapper, the stock forward of a small copy and the recipe run in several states, and the
-outputs and the gradients must agree. A version of PEFT that computes something else is therefore left alone.
+PEFT wraps the experts in a module for each adapted weight, whose forward registers a parametrization, so that the
+experts read W + s B A. The forward here reads the active adapters at every call, and calls the experts with the factors
+A and B themselves (`adapted_moe_mlp`). If a call is not understood, the stock forward runs. For each kind of wrapper,
+a small copy runs both ways in several states, so a version of PEFT that computes something else is left alone.
 """
 
 import functools

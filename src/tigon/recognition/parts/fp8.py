@@ -1,12 +1,7 @@
 """Linear layers that compute their products in FP8, because the user of `tigon.patch` requested it.
 
-Unlike the other recipes, this one changes results: it rounds the factors of products to FP8. It is installed on the
-linear layer itself, so whoever calls the layer gets FP8 products. Recipes that compute several layers at once (a gated
-MLP, layers with the same input) look for it, and then quantise their common input only once.
-
-An FP8 product replaces one in bf16 or fp16, also if autocast is the reason for this dtype. A product in fp32 stays as
-it is, and so does one with a DTensor, which torch computes on several devices. A short call without gradients, as in
-generation, is not computed in FP8 either, because it would take longer to quantise the weight than to multiply.
+This recipe changes results: it rounds the factors of products that would be in bf16 or fp16. It is installed on the
+linear layer itself. Recipes that compute several layers at once look for it, and quantise their common input once.
 """
 
 import math

@@ -1,12 +1,8 @@
 """Experts whose forward products and products of dX run in FP8, because the user of `tigon.patch` requested it.
 
-The recipe of experts holds an `FP8Experts`, which decides for each call whether its products run in FP8. They do if the
-experts have enough rows to pay for the quantisation of the weights, or if the quantised weights of an earlier call
-still serve (`tigon.recognition.parts.fp8_weights`).
-
-A mixture has many weights for each token that an expert sees, and often most weights of the model. Their copies are
-therefore made in each direction and freed after the product, at every level of memory. Only micro-batches of one step,
-and calls with frozen weights, share copies.
+An `FP8Experts` decides for each call: the experts need enough rows to pay for the quantisation of the weights, or the
+quantised weights of an earlier call. Experts are often most of a model, so copies of weights are freed after the
+product at every level of memory. Only micro-batches of one step, and calls with frozen weights, share copies.
 """
 
 from typing import Any

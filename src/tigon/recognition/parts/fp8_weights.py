@@ -1,17 +1,12 @@
-"""When a quantised weight may be used again in a later call.
+"""When a quantised weight may be used again in a later call. A version is not enough to be sure that it is current:
 
-`WeightCache` compares the versions of weights. A version is not enough to be sure that a weight has the same values:
-
-- FSDP and ZeRO-3 write gathered values into a weight without a new version, so their weights are not cached
-  (`keeps_versions`). A cache would also hold the weights of all layers at once.
-- An optimizer may write through `weight.data`, which has a version of its own. Therefore the copies of a trained weight
-  serve one step only: from the first forward of the step until `weight.grad` is None again.
-- A merge of adapters into their base writes through `data` too. Therefore a base is cached only for the ops that add
-  its adapters, which are then not merged, and until it is called by itself, which is how a merged base is called.
-- Averages of trained weights are written through `data` to the frozen weights of a teacher. Therefore the copies of
-  frozen weights without adapters serve until an optimizer steps.
-- A CUDA graph must contain the quantisation of all weights: they have other values at each replay, and the graph would
-  hold the addresses of copies that may be freed.
+- FSDP and ZeRO-3 write gathered values without a new version, so their weights are not cached (`keeps_versions`).
+- An optimizer may write through `weight.data`. The copies of a trained weight therefore serve one step only: from its
+  first forward until `weight.grad` is None again.
+- A merge of adapters writes through `data` too. A base is cached only for the ops that add its adapters, and until it
+  is called by itself, which is how a merged base is called.
+- The frozen weights of a teacher may be averages, so copies without adapters serve until an optimizer steps.
+- A CUDA graph must contain the quantisation of all weights, which have other values at each replay.
 """
 
 import weakref

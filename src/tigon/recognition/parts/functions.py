@@ -1,11 +1,7 @@
 """Replace functions of a model's file, which a forward calls by their global names, by ops that compute the same.
 
-    def forward(self, hidden, ...):
-        ...
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)   # a global of the file
-
-The forward is rewritten to call another function by another name. If the globals of the file were changed, other models
-of the process would compute other bits.
+The forward is rewritten to call another function. If the globals of the file, such as `apply_rotary_pos_emb`, were
+changed, other models of the process would compute other bits.
 """
 
 import inspect

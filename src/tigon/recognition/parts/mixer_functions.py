@@ -5,10 +5,9 @@
     o, state = chunk_kimi_delta_attention(...)                        # the same, but g is [B, T, H, Dk]
     y = causal_conv1d_fn(x, weight, bias, activation="silu")          # x [B, C, T], weight [C, K]
 
-A function with such arguments runs on random inputs. It sums in another order than the op's reference, and both compute
-in fp32, so their results agree up to rounding: in fp32 within 1e-5 of the largest value, and in half precision the op
-must be as near to the results in fp32 as the function is. Loops over chunks cannot run with symbolic sizes, so short
-and long sequences are compared, and heads of the sizes that models have.
+The results agree up to the order of sums: within 1e-5 of the largest value in fp32, and in half precision the op must
+be as near to the results in fp32 as the function is. Loops over chunks cannot run with symbolic sizes, so short and
+long sequences are compared.
 """
 
 import ast

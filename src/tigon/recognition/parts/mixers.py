@@ -1,14 +1,11 @@
 """Recognise linear recurrences: functions of the module's file, which the forward of a mixer calls.
 
-    def forward(self, hidden, cache_params=None, ..., **kwargs):
-        ...
         qkv = causal_conv1d_fn(qkv, weight, bias, activation="silu", **kwargs)
         o, state = chunk_gated_delta_rule(q, k, v, g=g, beta=beta, ..., **kwargs)   # globals of the file
 
-The recipe of each mixer runs the forward of its class with the ops in place of these functions
-(`tigon.recognition.parts.functions`). Both ops restart at the boundaries of packed samples, `cu_seq_lens_q`, which the
-functions of transformers ignore. With a cache and without gradients the stock forward runs, so that text is generated
-as before.
+The recipe runs the forward of the class with the ops in place of these functions (`parts.functions`). Both ops restart
+at the boundaries of packed samples, `cu_seq_lens_q`, which the functions of transformers ignore. With a cache and
+without gradients the stock forward runs, so that text is generated as before.
 """
 
 import ast

@@ -1,15 +1,12 @@
 """Recognise mixtures of experts that run every expert on every token, as Llama 4 does in transformers.
 
-Such a module has three children. The router returns the scores of all experts [T, E], which are zero for the experts
-that a token does not choose, and its logits. The experts hold their weights as two tensors, [E, H, 2 I] and [E, I, H].
-The third child is an MLP that all tokens share. With E experts the module computes
+Such a module has a router, which returns the scores of all experts [T, E] (zero for those that a token does not choose)
+and its logits; experts with two weights, [E, H, 2 I] and [E, I, H]; and an MLP that all tokens share. It computes
 
     y = shared(x) + sum_e expert_e(score[:, e] * x)
 
-An expert without bias computes zero from zeros, so only the K experts with a score contribute. `moe_mlp` computes only
-these: with 16 experts, of which each token chooses one, that is a sixteenth of the work. The difference to the stock
-module is the order of the sums, and that an infinite or NaN value of x does not reach the experts that its token does
-not choose.
+An expert without bias computes zero from zeros, so `moe_mlp` computes only the experts with a score. The difference is
+the order of sums, and that an infinite or NaN value of x does not reach the experts that its token does not choose.
 """
 
 import functools

@@ -4,13 +4,10 @@
     down(silu(a) * b), a, b = gate(x)      a gated MLP of two projections, packed
     down(gelu(up(x)))                      an MLP of two layers
 
-The gate may be silu, gelu, or gelu in its tanh approximation. The output of the gate projection and the result may be
-multiplied by numbers (Falcon H1), and gate and up may be clamped (DeepSeek V4). An MLP of two layers may have dropouts
-after the activation and after the second layer, and its layers may multiply by transposed weights, as `Conv1D` of
-transformers does. A module may have other children, such as an activation, but no other parameters.
-
-The sizes of the layers show which child may be the gate, the up projection and the down projection (`Wiring`). In a
-stand-in each layer has another size, so that a wrong wiring fails.
+Gate and result may be multiplied by numbers (Falcon H1), and gate and up may be clamped (DeepSeek V4). An MLP of two
+layers may have dropouts, and transposed weights as `Conv1D` of transformers. A module may have other children, such as
+an activation, but no other parameters. The sizes of the layers show which child may be which (`Wiring`); in a stand-in
+each layer has another size, so that a wrong wiring fails.
 """
 
 import functools

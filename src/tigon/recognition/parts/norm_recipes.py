@@ -88,9 +88,6 @@ class _NormRecipe:
         raise NotImplementedError
 
 
-# --- RMS norms -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Gate:
     """How a gated norm uses its second input: the options of `gated_rms_norm` that `rms_norm` does not have."""
@@ -141,8 +138,6 @@ class RMSNormRecipe(_NormRecipe):
         form = f"{'' if self.gate is None else 'gated_'}rms_norm{' without weight' if self.weight is None else offset}"
         return form + (str(self.gate) if self.gate else "")
 
-
-# --- layer norms -----------------------------------------------------------------------------------
 
 # Modules compute a layer norm by several formulas that round once, but differ in the last bit. These functions and the
 # reference of the op are the candidates.

@@ -1,12 +1,8 @@
 """Recognise RMS norms and layer norms.
 
-A module without children, with one or two parameters of one size, is compared with every recipe of
-`tigon.recognition.parts.norm_recipes`: RMS norms with and without an offset of the weight, with the rounding before or
-after the weight, with and without a gate (before or after the norm), and layer norms. The name of the module's class
-has no effect, except for a norm without parameters or without an epsilon.
-
-Rows of very different sizes show epsilon, offset and rounding: a row whose mean square is far below epsilon shows the
-value of epsilon, and values of bf16 show whether the norm rounds before or after it multiplies by the weight.
+A module without children, with one or two parameters of one size, is compared with every recipe of `norm_recipes`. Rows
+of very different sizes show epsilon, offset and rounding: a row whose mean square is far below epsilon shows the value
+of epsilon, and values of bf16 show whether the norm rounds before or after it multiplies by the weight.
 """
 
 import functools
@@ -99,8 +95,6 @@ class _NormSubject(Subject):
                 yield functools.partial(self.with_weights, dtype, change), [t * 4 for t in self.inputs(dtype, 2, 8)]
 
 
-# --- candidates --------------------------------------------------------------------------------------
-
 # The offsets of the weight and the roundings of RMS norms.
 _ROUNDINGS: tuple[Rounding, ...] = ("before_weight", "after_weight")
 _ACTIVATIONS: tuple[GateActivation, ...] = ("silu", "sigmoid")
@@ -132,9 +126,6 @@ def _candidates(
             pairs = list(itertools.permutations([*names, None][:2], 2))
         for eps, (weight, bias), formula in itertools.product(epsilons, pairs, LAYER_NORM_FORMULAS):
             yield LayerNormRecipe(eps, weight, bias, formula)
-
-
-# --- recognition -------------------------------------------------------------------------------------
 
 
 def _agreeing_pairs(recipe: NormRecipe, subject: _NormSubject) -> list[Pair]:

@@ -1,9 +1,5 @@
 """Recognise rotary embeddings: a function of the module's file, which the forward of an attention layer calls.
 
-    def forward(self, hidden, position_embeddings):
-        ...
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)   # a global of the file
-
 The recipe of each attention layer runs the forward of its class with the op in place of this function
 (`tigon.recognition.parts.functions`). The kernel rounds once where eager code rounds three times.
 """

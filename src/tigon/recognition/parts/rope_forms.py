@@ -1,12 +1,10 @@
-"""Recognise a function that computes a rotary embedding: compare it with every form of the op.
+"""Recognise a function that computes a rotary embedding: compare it bit for bit with every form of the op.
 
     def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1): ...     `Form`
     def apply_rotary_emb(xq, xk, freqs_cis): ...                       `ComplexForm`
 
-A function runs on random queries, keys and tables, in several dtypes, and must reproduce the bits of one of the forms.
-
-A product of pairs of neighbouring features with a complex table cos + i sin rotates each pair. So the kernel of `rope`
-computes it, in the layout "interleaved", from the real and the imaginary parts of the table, which it reads in place.
+A product of pairs of neighbouring features with a complex table cos + i sin rotates each pair, so `rope` computes it in
+the layout "interleaved" from the real and the imaginary parts of the table, which it reads in place.
 """
 
 import inspect

@@ -1,12 +1,9 @@
 """Recognise the loss that balances experts: a function of the module's file, which the forward of a model calls.
 
-    def forward(self, ...):
-        ...
         aux_loss = load_balancing_loss_func(outputs.router_logits, self.num_experts, self.top_k, attention_mask)
 
-A function with these arguments runs on random logits, with and without a mask, and must agree with the op. In fp32 only
-the order of sums may differ. In bf16 the op must be as near to the exact loss as the function is. The function runs
-instead of the op for any other arguments.
+A function with these arguments must agree with the op on random logits, with and without a mask: up to the order of
+sums in fp32, and in bf16 the op must be as near to the exact loss. It runs itself for any other arguments.
 """
 
 import functools

@@ -4,12 +4,6 @@
 
     nearest candidate: rms_norm, offset 0, rounded before the weight (4 comparisons agreed before the first difference)
     first case that differs: input bfloat16 (2, 8, 48), weights bfloat16, training: the largest difference is 0.01, ...
-
-The difference is stated beside its ratio to the largest value that the module computes, because only this ratio shows
-whether the candidate computes something else or rounds in another way.
-
-Recognition runs once for each kind of module, so the record costs a few tensor operations for each candidate that
-differs.
 """
 
 import contextlib

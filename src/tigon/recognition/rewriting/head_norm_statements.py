@@ -2,18 +2,13 @@
 
     q = self.q_norm(a).transpose(1, 2)     |   q, n = start_norm(rope, self.q_norm, a)
                                            |   q = q.transpose(1, 2)
-    k = self.k_norm(b).transpose(1, 2)     |   k, m = start_norm(rope, self.k_norm, b)
-                                           |   k = k.transpose(1, 2)
     cos, sin = tables                      |   cos, sin = tables
     q, k = rope(q, k, cos, sin)            |   q, k = norm_rope(rope, (n, m), (True, True), q, k, cos, sin)
 
-`start_norm` decides when the forward runs. It returns `norm(a)` and None unless one op can compute the norm together
-with the rotary embedding, and otherwise `a` and the norm, which `norm_rope` then computes. A norm over the features of
-one head gives the same values before and after the exchange of dimensions 1 and 2. The third argument of `norm_rope`
-says which tensors were exchanged, so that it can run a norm on the tensor that the stock statement passes to it.
-
-The norms may be in a branch, and the rotary embedding may be in a branch. Between a norm and the rotary embedding, only
-assignments that leave the normalised tensor alone are allowed. A function that rotates one tensor matches too.
+`start_norm` returns `norm(a)` and None unless one op can compute the norm together with the rotary embedding, and
+otherwise `a` and the norm, which `norm_rope` then computes. The third argument says which tensors were exchanged, so
+that `norm_rope` can run a norm on the tensor that the stock statement passes to it. Norms and rotary embedding may be
+in branches. Only assignments that leave the normalised tensor alone are allowed between them.
 """
 
 import ast

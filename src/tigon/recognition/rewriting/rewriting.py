@@ -11,14 +11,9 @@
     k = self.k(hidden).view(shape)         |   q = (p[0] if p else self.q(hidden)).view(shape)
                                            |   k = (p[1] if p else self.k(hidden)).view(shape)
 
-The norms of queries and keys with the rotary embedding after them are replaced too
-(`tigon.recognition.rewriting.head_norm_statements`), and heads are not repeated for functions that take grouped heads
-(`tigon.recognition.rewriting.repeated_heads`). One op computes the decay of a linear recurrence
-(`tigon.recognition.rewriting.log_decays`).
-
-All other statements of the forward stay as their author wrote them. Whether `self.norm` is a norm that an op computes
-is known only when the forward runs. If it is not, the three functions do what the original statements do. The variables
-may have other names than here. Another statement between those of a pattern prevents the rewriting.
+`head_norm_statements`, `repeated_heads` and `log_decays` have further patterns. All other statements stay as their
+author wrote them. Whether `self.norm` is a norm that an op computes is known only when the forward runs; if it is not,
+the three functions do what the original statements do. Another statement between those of a pattern prevents it.
 """
 
 import ast

@@ -1,11 +1,8 @@
 """Read the source of a loaded function, and build a function from changed source in its place.
 
-The file of a function may have changed since it was imported. So it is compiled again, and the source is used only if
-the resulting code object equals the loaded one: constants, names, instructions, jumps and lines. This module does not
-depend on particular instructions of the bytecode, so it works with every version of Python.
-
-Wrappers (`functools.wraps`) may hide a function: transformers wraps the forward of decoder layers. Then the innermost
-function is read and replaced, and a copy of each wrapper, with the wrapper's code, is built around the new function.
+The file may have changed since it was imported, so it is compiled again, and used only if the resulting code object
+equals the loaded one. transformers wraps the forward of decoder layers (`functools.wraps`): the innermost function is
+read and replaced, and a copy of each wrapper is built around the new function.
 """
 
 import ast

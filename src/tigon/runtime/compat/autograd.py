@@ -15,7 +15,6 @@ from tigon.runtime.compat.names import find
 
 _C = torch._C
 
-# --- backward and saved tensors --------------------------------------------------------------------
 
 # True if the running backward retains its graph. Saved tensors may be overwritten only if it does not. Seen in 2.8 to
 # 2.13. Without it: True, so gradients are written into new memory.
@@ -116,8 +115,6 @@ def has_gradient_hooks(x: Tensor) -> bool:
     return any(getattr(x, name, True) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
-# --- storages --------------------------------------------------------------------------------------
-
 # The address of the storage object. Tensors have the same address if and only if they share memory; unlike
 # `data_ptr()`, this holds for meta tensors too. Seen in 2.8 to 2.13. Without it: `tigon.lean` and `tigon plan` refuse
 # to run.
@@ -126,8 +123,6 @@ if hasattr(torch.UntypedStorage, "_cdata"):
 else:
     storage_id = find("UntypedStorage._cdata")
 
-
-# --- transforms and function modes -----------------------------------------------------------------
 
 transforms_are_active: Callable[[], bool] = find("_C._are_functorch_transforms_active", lambda: True)
 

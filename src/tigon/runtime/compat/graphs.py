@@ -12,8 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tigon.runtime.compat.operators import schema_of
 
-# --- runs with symbolic sizes ------------------------------------------------------------------------
-
 # The base class of modes that see every operator. Seen in 2.8 to 2.13. Without it: `symbolic_tools` raises an error.
 try:
     from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
@@ -99,9 +97,6 @@ def _with_quick_frames(shape_env: type) -> type:
     return QuickShapeEnv
 
 
-# --- graphs of CUDA --------------------------------------------------------------------------------
-
-
 def storage_users(storage: StorageWeakRef) -> int:
     """Return how many tensors and other objects refer to a storage, for a `StorageWeakRef` of it. The private function
     was seen in 2.8 to 2.13. Without it, the answer is 2: something else may refer to the storage."""
@@ -127,8 +122,6 @@ def end_allocation(device: torch.device, pool: Any) -> None:
     if end is not None:
         end(device.index, pool)
 
-
-# --- guards of graphs --------------------------------------------------------------------------------
 
 # Keep `torch.compile` out of a method. Unlike `torch.compiler.disable` it does not import Dynamo, which takes seconds,
 # before the method is called. Seen in 2.8 to 2.13. Without it: the public function.

@@ -11,7 +11,6 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 # without breaking the modules that were pickled before.
 HOOK_TABLES = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
-# --- calls -----------------------------------------------------------------------------------------
 
 # The attributes of an instance that its call looks up and that hold no forward. Seen in 2.8 to 2.13. A torch that looks
 # none of them up ignores them, so watching them is harmless there.
@@ -21,8 +20,6 @@ INSTANCE_CALLS = CALL_IMPL, COMPILED_CALL_IMPL = "_call_impl", "_compiled_call_i
 # 2.13. Without it: no call counts as torch's own, so every module whose replacement depends on this check stays stock.
 call_impl: Any = getattr(nn.Module, CALL_IMPL, None)
 
-# --- hooks of one module ---------------------------------------------------------------------------
-
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a call of a module runs a hook of this module. This is checked at every call. A loop over
@@ -31,8 +28,6 @@ def has_hooks(module: nn.Module) -> bool:
     forward_hooks = tables["_forward_hooks"] or tables["_forward_pre_hooks"]
     return bool(forward_hooks or tables["_backward_hooks"] or tables["_backward_pre_hooks"])
 
-
-# --- hooks of all modules --------------------------------------------------------------------------
 
 _KINDS = "forward_pre", "forward", "backward_pre", "backward"
 # The tables of hooks that are registered for every module, which a fused part would not call. torch keeps them in four
@@ -47,8 +42,6 @@ def any_global_hook() -> bool:
     """Return whether a hook is registered for every module."""
     return any(GLOBAL_HOOKS)
 
-
-# --- copies for other devices ----------------------------------------------------------------------
 
 # The method by which `nn.DataParallel` copies a module to another device. Seen in 2.8 to 2.13. Without it: a copy has
 # the forward of the module that it was copied from, so its call raises torch's error about tensors on two devices.

@@ -11,7 +11,6 @@ from tigon.runtime.compat.names import find
 
 _C = torch._C
 
-# --- the device ------------------------------------------------------------------------------------
 
 # The number of the current stream of a device: every launch needs it, and a `torch.cuda.Stream` object takes 1 us.
 # Seen in 2.8 to 2.13, in builds with CUDA. Without it: the object.
@@ -47,9 +46,6 @@ def any_changing_mode() -> bool:
     return any(type(mode).__module__ != _MODULE_OF_DEVICE_MODE for mode in _list_function_modes())
 
 
-# --- operators -------------------------------------------------------------------------------------
-
-
 def schema_of(operator: Any) -> Any:
     """Return the schema of an operator of torch, which names its arguments and their types; None if it has none.
     Higher-order operators have none. The attribute `_schema` was seen in 2.8 to 2.13. Without it, `symbolic_tools`
@@ -80,9 +76,6 @@ native_linear: Any = getattr(getattr(_C, "_nn", None), "linear", None)
 
 # The types of `torch.ops` and of a namespace in it. They are taken from values, because their names are private.
 NAMESPACE_TYPES = type(torch.ops), type(torch.ops.aten)
-
-
-# --- optimizers and process groups -----------------------------------------------------------------
 
 
 def _increment_one_by_one(tensors: list[Tensor], value: float) -> None:

@@ -39,8 +39,6 @@ def _is_one_of(releases: tuple[str, ...], version: str) -> bool:
     return any(version == release or version.startswith(f"{release}.") for release in releases)
 
 
-# --- loops -----------------------------------------------------------------------------------------
-
 # `tl.range(..., disable_licm=True)` switches off the motion of loop-invariant code, whose results would occupy
 # registers through the whole loop. Seen in 3.6 and 3.7. Where it is missing, as in 3.4, Tigon lets `tl.range` of the
 # whole process take and ignore it, and kernels with such loops spill up to 130 bytes of a thread.
@@ -59,8 +57,6 @@ def ignore_disable_licm(cls: Any) -> None:
 if HAS_TRITON and "disable_licm" not in inspect.signature(tl.range.__init__).parameters:
     ignore_disable_licm(tl.range)
 
-
-# --- launches --------------------------------------------------------------------------------------
 
 # A launch by `kernel[grid]` ends with the call `run(programs, 1, 1, stream, function, metadata, launch_metadata,
 # enter_hook, exit_hook, *arguments, *constexprs)`, where `run` is an object of the driver's class `launcher_cls`. `run`
@@ -135,8 +131,6 @@ def has_launch_hook() -> bool:
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
-
-# --- Gluon -----------------------------------------------------------------------------------------
 
 # Gluon is Triton's experimental language for kernels that place data in shared memory by hand. Seen in 3.4 to 3.9. If a
 # name is missing, `gluon` is None, and no kernel in Gluon exists.

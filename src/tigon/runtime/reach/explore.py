@@ -47,8 +47,6 @@ class _Walk(HolderWalk):
         reach.codes = [code for _, function in self.functions for code in nested_codes(function.__code__)]
         return reach
 
-    # --- names and holders -------------------------------------------------------------------------
-
     def visit_new_names(self) -> bool:
         """Let every holder visit the names that it has not seen; return True if there were any."""
         has_new = False
@@ -70,8 +68,6 @@ class _Walk(HolderWalk):
         for base, name in overridden:
             self.watch(base, "static", name, vars(base)[name], f"{base.__qualname__}.{name}")
         return bool(late_tables or overridden)
-
-    # --- values ------------------------------------------------------------------------------------
 
     def describe(self, value: Any, path: str) -> Any:
         """Return the part of the fingerprint that stands for a value, and visit everything reachable from it."""
