@@ -5,7 +5,7 @@ one list of modules. All other linear layers keep their dtype: the head, routers
 product cannot compute or does not speed up. Experts run in FP8 if `moe_mlp` computes them.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -125,13 +125,6 @@ def _expert_weights(experts: Any) -> list[Any]:
     return [getattr(experts, name) for name in parameter_names(experts)[:2]]
 
 
-def _adapters_of(module: Any) -> Iterator[nn.Module]:
-    """Yield the linear layers of a layer with adapters that are not its base."""
-    for linear in _linears(module):
-        if (linear.in_features, linear.out_features) != (module.in_features, module.out_features):
-            yield linear
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -158,7 +151,7 @@ class FP8Plan:
         # The name and the module of each line of the report, and the reason why the module is left alone, or "".
         self.lines: list[tuple[str, Any, str]] = []
         # The layers with low-rank adapters.
-        self.adapted: list[nn.Module] = []
+        self.adapted: list[Any] = []
         # True if an earlier patch lets a layer or experts run in FP8 with the same settings.
         self.has_fp8 = False
 
@@ -199,7 +192,9 @@ def plan_fp8(names: Mapping[nn.Module, str], settings: FP8Settings | None, recip
     inside = {m for layer in layers for m in layer.modules()}
     reasons = {m: reason for layer in layers for m, reason in _parts_of_mixtures(layer).items()}
     for module in plan.adapted:
-        reasons |= dict.fromkeys(_adapters_of(module), "a low-rank adapter")
+        base_size = module.in_features, module.out_features
+        linears_of_adapters = [m for m in _linears(module) if (m.in_features, m.out_features) != base_size]
+        reasons |= dict.fromkeys(linears_of_adapters, "a low-rank adapter")
     for module, recipe in recipes.items():
         if isinstance(recipe, ExpertAdapterRecipe):
             reasons[wrappers_of(module)[1]] = "experts with adapters"

@@ -39,8 +39,10 @@ def prepare_call(model: nn.Module, arguments: dict[str, Any]) -> Preparation:
         text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
         has_cache = getattr(text_config, "use_cache", False)
     has_mask = arguments.get("attention_mask") is not None
-    if not has_mask and arguments.get("position_ids") is not None and boundaries_in(arguments) is None:
-        _check_recurrent_layers(model)
+    # A hook of the model may compute boundaries from positions, for which the host waits.
+    needs_boundaries = not has_mask and arguments.get("position_ids") is not None and boundaries_in(arguments) is None
+    if needs_boundaries and any(add_boundaries in m._forward_pre_hooks.values() for m in _modules_above_layers(model)):
+        raise NotCaptured("its recurrent layers need the boundaries of packed samples: pass cu_seq_lens_q")
     # Beside a mask or a cache, transformers does not separate the samples of a packed batch, except by flash-attn.
     has_cache = has_cache and "flash" not in attention_of(model)
     is_plain = not has_mask and (has_cache or _is_one_sample(arguments.get("position_ids")))
@@ -48,12 +50,6 @@ def prepare_call(model: nn.Module, arguments: dict[str, Any]) -> Preparation:
     tokens = arguments.get("input_ids") if embeds is None else embeds
     is_bucket = isinstance(tokens, Tensor) and tokens.dim() > 1 and ladder_length(tokens.shape[1]) == tokens.shape[1]
     return Preparation(arguments, masks_as_in_eager_calls if is_plain else contextlib.nullcontext, is_bucket)
-
-
-def _check_recurrent_layers(model: nn.Module) -> None:
-    """Raise `NotCaptured` if a hook of a model computes boundaries from positions, for which the host waits."""
-    if any(add_boundaries in module._forward_pre_hooks.values() for module in _modules_above_layers(model)):
-        raise NotCaptured("its recurrent layers need the boundaries of packed samples: pass cu_seq_lens_q")
 
 
 def _modules_above_layers(module: nn.Module) -> Iterator[nn.Module]:

@@ -6,7 +6,6 @@ the size of the real vocabulary, so that code which reads single entries is noti
 """
 
 import contextlib
-import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -211,12 +210,6 @@ def attach(model: Any, spec: Spec) -> Callable[[], None]:
     return restore
 
 
-def _run_loss(twin: nn.Module, results: list[Any], **kwargs: Any) -> Tensor:
-    """Return the loss of a stand-in, and add its whole output to `results`."""
-    results.append(_run(twin, **kwargs))
-    return results[0].loss
-
-
 def _verify(model: nn.Module, head: nn.Module, spec: Spec) -> None:
     """Raise NotUnderstood if the fused loss of a stand-in of the model differs from its stock loss in one case."""
     vocabulary, _ = head_size(head)
@@ -238,7 +231,11 @@ def _verify(model: nn.Module, head: nn.Module, spec: Spec) -> None:
             if is_fused:
                 attach(twin, spec)
             results: list[Any] = []
-            run = functools.partial(_run_loss, twin, results, labels=targets, **case)
+
+            def run(twin: nn.Module = twin, case: dict[str, Any] = case, results: list = results) -> Tensor:
+                results.append(_run(twin, labels=targets, **case))  # noqa: B023
+                return results[0].loss
+
             outcomes.append((gradients(run, leaves_of(layer, hidden)), results[0].loss.detach()))
         if results[0].logits is not SKIPPED_LOGITS:
             raise NotUnderstood("its output has logits that cannot be replaced")

@@ -46,18 +46,14 @@ def _find_obstacle(model: nn.Module, memory: Memory) -> str | None:
         return reason
     if max((n or 0 for n in memory.counts.values()), default=0) > (count := len(decoder_layers(model))):
         return f"it has {count} layers"
-    if memory.offload and (reason := _explain_no_offload()) is not None:
-        return reason
-    return _explain_no_lean(model) if memory.level == "lean" else None
-
-
-def _explain_no_offload() -> str | None:
-    """Return why tensors cannot move to the host with this torch; None if they can."""
     try:
-        require_names("copies to the host", *NAMES_FOR_LEAN, *NAMES_FOR_OFFLOAD)
+        if memory.offload:
+            require_names("copies to the host", *NAMES_FOR_LEAN, *NAMES_FOR_OFFLOAD)
     except RuntimeError as error:
         return str(error)
-    return None
+    if memory.level != "lean":
+        return None
+    return explain_no_lean_block() or (None if _lean_places(model) else foreign_forward(model))
 
 
 def plan_level(model: nn.Module, memory: Memory) -> Callable[[], list[Callable[[], None]]]:
@@ -159,11 +155,6 @@ def _lean_places(model: nn.Module) -> list[nn.Module]:
     bodies = [getattr(owner, "base_model", None) for owner in transformers_models(model)]
     places = [model, *(body for body in bodies if isinstance(body, nn.Module) and body is not model)]
     return [place for place in places if find_replacement(place) or not foreign_forward(place)]
-
-
-def _explain_no_lean(model: nn.Module) -> str | None:
-    """Return why neither the model nor its body can run in a block of `lean`; None if one of them can."""
-    return explain_no_lean_block() or (None if _lean_places(model) else foreign_forward(model))
 
 
 def _make_lean(model: nn.Module, memory: Memory) -> list[Callable[[], None]]:

@@ -30,18 +30,14 @@ RECURRENT_TYPES = {"linear_attention", "conv", "mamba", "recurrent"}
 FIRST_PARAMETERS = ("input_ids", "attention_mask", "position_ids", "past_key_values")
 
 
-def is_short_convolution(module: nn.Module) -> bool:
-    """Return True for a depthwise convolution over time with a kernel of more than one token."""
-    return isinstance(module, nn.Conv1d) and 1 < module.groups == module.in_channels and module.kernel_size[0] > 1
-
-
 def recurrent_layers(modules: Sequence[nn.Module], facts: ModelFacts) -> dict[nn.Module, str]:
     """Return the modules that carry a state from token to token, with the names of their classes. These are the modules
     inside the model's layers that have a short convolution as a child. If there are none, they are the layers that
     `config.layer_types` names as recurrent, or all layers if transformers marks the model as stateful."""
     layers = [module for module in modules if type(module).__name__ in facts.layer_classes]
     parts = [part for layer in layers for part in layer.modules()]
-    mixers = [part for part in parts if any(map(is_short_convolution, part.children()))]
+    is_short = lambda m: isinstance(m, nn.Conv1d) and 1 < m.groups == m.in_channels and m.kernel_size[0] > 1
+    mixers = [part for part in parts if any(map(is_short, part.children()))]
     if not mixers and len(facts.layer_types) == len(layers):
         mixers = [layer for layer, name in zip(layers, facts.layer_types, strict=True) if name in RECURRENT_TYPES]
     if not mixers and facts.is_stateful:
@@ -172,7 +168,8 @@ def add_notes(model: nn.Module, notes: list[str]) -> Callable[[], None]:
     if not layers:
         return lambda: None
     bodies = [module for module in modules if _is_body(module) and layers.keys() <= set(module.modules())][-1:]
-    separated = separated_layers(bodies[0], layers) if any(map(_takes_keywords, bodies)) else {}
+    takes_keywords = lambda f: any(p.kind is p.VAR_KEYWORD for p in inspect.signature(f).parameters.values())
+    separated = separated_layers(bodies[0], layers) if any(takes_keywords(type(b).forward) for b in bodies) else {}
     handles = []
     if separated:
         notes.append(
@@ -200,12 +197,6 @@ def add_notes(model: nn.Module, notes: list[str]) -> Callable[[], None]:
 
 def _list(layers: dict[nn.Module, str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in Counter(layers.values()).items())
-
-
-def _takes_keywords(body: nn.Module) -> bool:
-    """Return True if the forward of a module takes keyword arguments that it has no names for."""
-    parameters = inspect.signature(type(body).forward).parameters.values()
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _is_body(module: nn.Module) -> bool:

@@ -64,12 +64,14 @@ def padding_rules(model: Any) -> PaddingRules | str:
         return f"the results of its tokens depend on the length of a call (by {settings[0]})"
     limits, is_dynamic = _position_limits(config)
     attention = (m for name, m in decoder.named_modules() if "cross" not in name.lower())
+    code = lambda module: getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    variables = lambda module: getattr(code(module), "co_varnames", ())
     return PaddingRules(
         token=_text_token(model.config),
         position_limits=limits,
         keeps_positions=not is_dynamic,
         skips_logits=find_recipe(model, CausalLMForward) is not None,
-        adds_mask=any("position_bias" in _variables(module) for module in decoder.modules()),
+        adds_mask=any("position_bias" in variables(module) for module in decoder.modules()),
         always_masks=any(getattr(module, "is_causal", True) is False for module in attention),
         config=config,
     )
@@ -94,11 +96,6 @@ def _builds_causal_mask(module: nn.Module) -> bool:
     branches = [n for n in nodes if isinstance(n, ast.If) and ast.unparse(n.test) == "attention_mask is not None"]
     in_branches = {n.id for branch in branches for n in ast.walk(branch) if isinstance(n, ast.Name)}
     return not builders <= in_branches
-
-
-def _variables(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the variables in the forward of a module."""
-    return getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_varnames", ())
 
 
 def _position_limits(config: Any) -> tuple[tuple[int, ...], bool]:

@@ -213,7 +213,8 @@ def patch_instance(model: nn.Module, request: Request, stacklevel: int = 2) -> R
     fp8_plan = plan_fp8(search.names, request.fp8, search.recipes)
     patched_modules = {module for module, recipe in search.installed.items() if recipe is not None}
     earlier_count = len(patched_modules - search.new_recipes.keys() - fp8_plan.changed.keys())
-    has_ops = bool(earlier_count or search.new_recipes or fp8_plan.changed) or any(map(_is_of_tigon, search.names))
+    has_modules_of_tigon = any(type(module).__module__.startswith("tigon.") for module in search.names)
+    has_ops = bool(earlier_count or search.new_recipes or fp8_plan.changed) or has_modules_of_tigon
     # A level that only recomputes results of Tigon's ops has no effect in a model without such ops.
     level = request.memory if has_ops or request.memory.level == "checkpoint" else Memory()
     apply_level = plan_level(model, level)
@@ -242,10 +243,6 @@ def patch_instance(model: nn.Module, request: Request, stacklevel: int = 2) -> R
         warnings.warn(f"tigon.patch({report.model}): {result}", stacklevel=stacklevel)
     report.describe_level = functools.partial(describe_level, weakref.ref(model), level)
     return report
-
-
-def _is_of_tigon(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("tigon.")
 
 
 def _takes_the_arguments_of(patch: Callable[P, Report]) -> Callable[[Callable[..., Context]], Callable[P, Context]]:

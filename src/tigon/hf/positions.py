@@ -40,14 +40,11 @@ def _numbers_tokens(definition: ast.FunctionDef) -> bool:
     passed = [node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "position_ids"]
     for node in nodes:
         if isinstance(node, ast.Dict):
-            passed += [v for k, v in zip(node.keys, node.values, strict=True) if _is_text(k, "position_ids")]
+            pairs = zip(node.keys, node.values, strict=True)
+            passed += [value for key, value in pairs if getattr(key, "value", None) == "position_ids"]
     # A loop or the assignment of a tuple would store the name too, without such a statement.
     is_known = len(stores) == len(texts) and {*texts} <= _COUNTS | _VIEWS and not _COUNTS.isdisjoint(texts)
     return is_known and all(isinstance(value, ast.Name) and value.id == "position_ids" for value in passed)
-
-
-def _is_text(node: ast.expr | None, text: str) -> bool:
-    return isinstance(node, ast.Constant) and node.value == text
 
 
 class _MaskWithoutPositions:

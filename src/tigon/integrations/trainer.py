@@ -57,12 +57,10 @@ class TigonCallback(TrainerCallback):
         self._patched_model: weakref.ref[Any] | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Patch the model that the trainer was built with."""
+        """Patch the model that the trainer was built with, if it has not been patched yet."""
         self._patch(model)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Patch the model if it has not been patched yet."""
-        self._patch(model)
+    on_train_begin = on_init_end
 
     def _patch(self, model: Any) -> None:
         patched_model = None if self._patched_model is None else self._patched_model()

@@ -280,10 +280,6 @@ class TrlForward:
             variables["backbone_attr"],
         )
 
-    def uses_router(self, kwargs: dict[str, Any]) -> bool:
-        """Return whether a call computes the load-balancing loss of a mixture of experts."""
-        return bool(kwargs.get("output_router_logits", getattr(self.text_config, "output_router_logits", False)))
-
 
 def has_trl_forward(module: nn.Module) -> bool:
     """Return whether the forward of a module is the one that TRL's `add_fused_lm_head` assigns."""
@@ -306,7 +302,9 @@ def install_forward(model: Any, is_enabled: Callable[[], bool]) -> None:
     # The signature is that of the model's class, because `generate` compares its arguments with it.
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if not fused_lm_head or not is_enabled() or trl_forward.uses_router(kwargs):
+        config = trl_forward.text_config
+        uses_router = kwargs.get("output_router_logits", getattr(config, "output_router_logits", False))
+        if not fused_lm_head or not is_enabled() or uses_router:
             return trl_forward.function(self, *args, fused_lm_head=fused_lm_head, **kwargs)
         return _fused_forward(self, trl_forward, args, kwargs)
 

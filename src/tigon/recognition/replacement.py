@@ -187,12 +187,6 @@ def _mixed_precision_wrapper(module: nn.Module) -> FunctionType | None:
     return None
 
 
-def _replacement_of(module: nn.Module) -> Replacement | None:
-    """Return the replacement that the results of `__func__` run for a module; None if it belongs to another module."""
-    replacement = getattr(vars(module).get(REPLICATE), "__self__", None)
-    return replacement if isinstance(replacement, Replacement) and replacement.module() is module else None
-
-
 def find_replacement(module: nn.Module) -> Replacement | None:
     """Return the replacement that is installed on a module, also if accelerate or tensor parallelism wraps it."""
     attributes = vars(module)
@@ -206,7 +200,9 @@ def find_replacement(module: nn.Module) -> Replacement | None:
         if isinstance(forward := attributes.get(slot), Replacement):
             return forward
     if any(leads_to_replacement(attributes[slot]) for slot in FORWARD_SLOTS if slot in attributes):
-        return _replacement_of(module)
+        # The results of `__func__` run this replacement, unless it belongs to another module.
+        replacement = getattr(attributes.get(REPLICATE), "__self__", None)
+        return replacement if isinstance(replacement, Replacement) and replacement.module() is module else None
     cell = wrapped_forward(module)
     return cell.cell_contents if cell and isinstance(cell.cell_contents, Replacement) else None
 
@@ -256,11 +252,6 @@ def find_changing_hook(module: nn.Module) -> str | None:
     return None
 
 
-def _is_wrapped_by_transformers(module: nn.Module) -> bool:
-    """Return True if the assigned forward is a function of transformers that calls the forward of the class."""
-    return wrapped_forward(module) is not None and written_in(module.forward).startswith("transformers.")
-
-
 def foreign_forward(module: nn.Module, *, may_be_wrapped: bool = False) -> str | None:
     """Return a clause that says which code replaced the forward that the class was written with; None if none did. An
     integration of Tigon gives the clause itself, as the attribute `reason_to_keep` of the forward that it assigns. With
@@ -270,7 +261,9 @@ def foreign_forward(module: nn.Module, *, may_be_wrapped: bool = False) -> str |
     is_restored = not isinstance(current, Replacement) and leads_to_replacement(current)
     if is_restored or _mixed_precision_wrapper(module) is not None:
         current = None
-    if current is not None and not (may_be_wrapped and _is_wrapped_by_transformers(module)):
+    # `install` lets a function of transformers that calls the forward of the class call the replacement.
+    is_wrapper = lambda: wrapped_forward(module) is not None and written_in(module.forward).startswith("transformers.")
+    if current is not None and not (may_be_wrapped and is_wrapper()):
         if reason := getattr(current, "reason_to_keep", None):
             return reason
         return f"its forward was already replaced (by {written_in(current)})"

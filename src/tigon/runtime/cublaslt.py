@@ -221,17 +221,9 @@ class ProductPlan:
         proposals, count = (_Proposal * MAX_PROPOSALS)(), ctypes.c_int()
         left, right, out = self.layouts
         status = self.cublaslt.cublasLtMatmulAlgoGetHeuristic(
-            self.handle,
-            self.operation,
-            left,
-            right,
-            out,
-            out,
-            preference,
-            MAX_PROPOSALS,
-            proposals,
+            self.handle, self.operation, left, right, out, out, preference, MAX_PROPOSALS, proposals,
             ctypes.byref(count),
-        )
+        )  # fmt: skip
         # The status is an error if no kernel fits.
         if status:
             return None

@@ -27,13 +27,7 @@ _DISTILLATION = (
 )
 
 
-def _check_dpo(loss: Any) -> None:
-    losses.check_dpo(loss.loss_type, loss.label_smoothing)
-
-
-def _check_distillation(loss: Any) -> None:
-    check_temperature(type(loss).__name__, loss.temperature)
-
+_check_distillation = lambda loss: check_temperature(type(loss).__name__, loss.temperature)
 
 # The function, the parameters of the module's constructor and forward and of `apply`, and a check of the options.
 _LOSSES: dict[str, tuple] = {
@@ -60,7 +54,7 @@ _LOSSES: dict[str, tuple] = {
         f"_input, weight, target, bias=None, {_REFERENCE}, ignore_index=-100, beta=0.1, compute_nll_loss=False, "
         "compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1, loss_type='sigmoid', "
         "label_smoothing=0.0, discopop_tau=0.05, alpha=1.0",
-        _check_dpo,
+        lambda loss: losses.check_dpo(loss.loss_type, loss.label_smoothing),
     ),
     "KTO": (
         losses.kto,

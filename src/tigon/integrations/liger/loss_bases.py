@@ -97,17 +97,14 @@ def _chunks(count: int, chunk_size: int) -> Iterator[slice]:
 
 def _sum_of_chunks(results: Sequence[Any]) -> tuple[Tensor, ...]:
     """Return the sum of the losses. Further values are summed too, or joined if they have dimensions."""
-    rows = [(x, ()) if isinstance(x, Tensor) else (x[0], _flat(x[1:])) for x in results]
+    # The further outputs may be one list of them.
+    is_list = lambda x: len(x) == 2 and isinstance(x[1], (list, tuple))
+    rows = [(x, ()) if isinstance(x, Tensor) else (x[0], tuple(x[1] if is_list(x) else x[1:])) for x in results]
     values = [
         torch.cat([v.detach() for v in column]) if column[0].dim() else torch.stack([v.detach() for v in column]).sum()
         for column in zip(*(row[1] for row in rows), strict=True)
     ]
     return torch.stack([row[0].reshape(()) for row in rows]).sum(), *values
-
-
-def _flat(values: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return the further outputs of a loss function, which may be one list of them."""
-    return tuple(values[0]) if len(values) == 1 and isinstance(values[0], (list, tuple)) else tuple(values)
 
 
 def _reference(name: str, a: SimpleNamespace) -> Tensor | None:

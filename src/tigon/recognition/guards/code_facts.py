@@ -65,17 +65,12 @@ def _uses_only(names: frozenset[str], reach: Reach, module: nn.Module) -> bool:
     names_of_author |= {place.name for place in reach.places if place.how == "item" and isinstance(place.value, dict)}
     for each in module.modules():
         names_of_author.update(vars(each), each._parameters, each._buffers, each._modules)
-    names = names.union(name for name in names_of_author if not _is_of_torch(name))
+    names = names.union(name for name in names_of_author if not any(hasattr(owner, name) for owner in _OWNERS))
     return all(names.issuperset(code.co_names) for code in reach.codes)
 
 
 # Torch and Python define their names in these objects.
 _OWNERS = torch.Tensor, torch, torch.nn.functional, builtins
-
-
-def _is_of_torch(name: str) -> bool:
-    """Return True if torch or Python defines this name."""
-    return any(hasattr(owner, name) for owner in _OWNERS)
 
 
 def _is_harmless(place: Place, names: frozenset[str], reach: Reach) -> bool:

@@ -9,7 +9,7 @@ differ, graphs contain the stock forward: it is exact, and Dynamo guards what it
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,18 +47,14 @@ def _add_guard_of_frame(context: Any) -> None:
     try:
         frame, (guard, module) = locals_of_caller(context, "self", "module")
         holds = guard.value.holds_for_graph(module.value, guard.value.fingerprint)
-        if holds and guard.source is not None and not _is_mutated(frame, guard.value.owners(module.value)):
+        # Dynamo delays changes by the traced code until the graph has run, so the guard compares unchanged objects.
+        ids, writes_global = changed_objects(frame)
+        is_mutated = bool(ids) and (writes_global or not ids.isdisjoint(guard.value.owners(module.value)))
+        if holds and guard.source is not None and not is_mutated:
             install_guard(guard.source, _make_comparison(guard.value.fingerprint))
             _decision.holds = True
     except DYNAMO_ERRORS:
         pass
-
-
-def _is_mutated(frame: Any, owners: Iterator[int]) -> bool:
-    """Return True if the traced code has changed an object that the forward reads, or any global. Dynamo delays such
-    changes until the graph has run, so the real object, which a guard compares, is unchanged."""
-    ids, writes_global = changed_objects(frame)
-    return bool(ids) and (writes_global or not ids.isdisjoint(owners))
 
 
 def add_guard_of_object(guard: Any) -> bool:

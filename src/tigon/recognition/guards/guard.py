@@ -99,15 +99,12 @@ def install_guarded(module: nn.Module, recipe: Any) -> Callable[[], None]:
     return install(module, recipe, Guard(module, getattr(recipe, "live", ()), getattr(recipe, "searched", ())))
 
 
-def _never_holds(attributes: dict[str, Any], cls: type) -> bool:
-    return False
-
-
 def _restore_guard(
     cls: type[Guard], fingerprint: tuple | None, live: tuple[str, ...], searched: tuple, texts: tuple[str, ...]
 ) -> Guard:
     """Return the guard of a copy. It compares by value at its first call."""
     guard = object.__new__(cls)
     guard.fingerprint, guard.live, guard.searched, guard.texts = fingerprint, live, searched, texts
-    guard.check, guard.subject, guard.places, guard.is_unchanged = _never_holds, lambda: None, [], True
+    guard.check, guard.subject = lambda attributes, cls: False, lambda: None
+    guard.places, guard.is_unchanged = [], True
     return guard

@@ -6,6 +6,7 @@ projection that its attributes describe, and it may read no other attribute of i
 
 import contextlib
 import functools
+import inspect
 import logging
 import threading
 from collections.abc import Callable
@@ -102,7 +103,8 @@ def _learn(cls: Any, read: Read) -> ForwardCode:
     try:
         with probing():
             names = _observe(_small_copy(cls, FP32, FP32))
-            static = {name: function for name in names if (function := _find_static(cls, name)) is not None}
+            members = {name: inspect.getattr_static(cls, name, None) for name in names}
+            static = {name: each for name, each in members.items() if isinstance(each, (FunctionType, property))}
             methods = {name for name, function in static.items() if isinstance(function, FunctionType)} - {"forward"}
             properties = sorted(static.keys() - methods - {"forward"})
             paths = [f"{name}.__code__" for name in ("forward", *sorted(methods))]
@@ -114,12 +116,6 @@ def _learn(cls: Any, read: Read) -> ForwardCode:
     except Exception as error:
         LOGGER.debug("%s cannot be run as a layer with adapters", cls.__name__, exc_info=True)
         return code._replace(reason=f"{CANNOT_RUN} ({describe(error)})")
-
-
-def _find_static(cls: type, name: str) -> Any:
-    """Return a method or a property of a class as it was defined; None for any other attribute."""
-    value = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
-    return value if isinstance(value, (FunctionType, property)) else None
 
 
 def _observe(twin: Any) -> set[str]:
@@ -182,7 +178,11 @@ def _agrees(cls: Any, read: Read) -> bool:
             compute = functools.partial(_seeded, functools.partial(eager_output, projection=projection), x)
             expected, actual = run(), compute()
             # PEFT's layers with a quantised base round the output of an fp32 adapter before they add it.
-            is_same = same_bits(expected, actual) if base_dtype == adapter_dtype else _is_near(actual, expected)
+            if base_dtype == adapter_dtype:
+                is_same = same_bits(expected, actual)
+            else:
+                is_near = lambda a, b: bool((a - b).abs().max() <= 2**-7 * b.abs().max())
+                is_same = actual.dtype == expected.dtype and is_near(actual, expected)
             if not record(is_same, NAME, twin, [x], actual, expected):
                 return False
             if adapter_dtype == base_dtype == FP32:
@@ -191,11 +191,6 @@ def _agrees(cls: Any, read: Read) -> bool:
                 if not record(same_gradients(actual, expected), NAME, twin, [x], actual, expected, mode="gradients"):
                     return False
     return True
-
-
-def _is_near(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of one dtype differ by a rounding to bf16 at most."""
-    return a.dtype == b.dtype and bool((a - b).abs().max() <= 2**-7 * b.abs().max())
 
 
 def _seeded(forward: Callable, x: Tensor) -> Any:

@@ -147,16 +147,12 @@ def _matching_activations(module: Any, dtype: torch.dtype) -> set[str]:
     return {kind for kind, z in outputs.items() if y.dtype == z.dtype and torch.equal(y, z)}
 
 
-def _clamped_gates(module: Any) -> Iterator[ClampedGate]:
-    """Yield clamped gates with the numbers that are attributes of the module."""
-    numbers = sorted({value for value in vars(module).values() if type(value) is float and value > 0})
-    for limit, alpha, offset, is_interleaved in itertools.product(numbers, [None, *numbers], (0.0, 1.0), (False, True)):
-        yield ClampedGate(limit, alpha, offset, is_interleaved)
-
-
 def _matching_clamped_gate(module: Any) -> ClampedGate | None:
     """Return the clamped gate that agrees bit for bit with the module's own, at values of every size."""
-    candidates = list(_clamped_gates(module)) if module.has_gate else []
+    # An attribute may hold a number of the gate.
+    numbers = sorted({value for value in vars(module).values() if type(value) is float and value > 0})
+    forms = itertools.product(numbers, [None, *numbers], (0.0, 1.0), (False, True))
+    candidates = [ClampedGate(*form) for form in forms] if module.has_gate else []
     for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
         x = normal(seed, 64, 2 * INNER) * torch.logspace(-4, 3 if dtype == torch.float16 else 15, 64)[:, None]
         y = module._apply_gate(x.to(dtype)) if candidates else x

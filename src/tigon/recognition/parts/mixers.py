@@ -229,7 +229,9 @@ class MixerRecipe(FunctionsRecipe):
         caches = [kwargs[name] for name in CACHES if kwargs.get(name) is not None]
         is_packed = boundaries_in(kwargs) is not None
         # A cache with a state, or of a call that is shorter than the kernel, adds columns before the first sample.
-        has_more_columns = is_packed and caches and not (_is_long(args, kwargs) and _is_empty(caches[0], module))
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        is_long = isinstance(hidden, Tensor) and hidden.dim() == 3 and hidden.shape[1] >= MAX_TAPS
+        has_more_columns = is_packed and caches and not (is_long and _is_empty(caches[0], module))
         if has_more_columns:
             warn_of_mixed_samples("the ops do not take boundaries together with the states of a cache")
         if has_more_columns or (caches and not is_packed and not torch.is_grad_enabled()):
@@ -257,12 +259,6 @@ def _is_empty(cache: Any, module: nn.Module) -> bool:
     """Return True if a cache of transformers has no state of a layer yet."""
     has_state = getattr(cache, "has_previous_state", True)
     return not (has_state(getattr(module, "layer_idx", None)) if callable(has_state) else has_state)
-
-
-def _is_long(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Return True if the hidden states, [B, T, C], have no fewer tokens than any kernel."""
-    hidden = args[0] if args else kwargs.get("hidden_states")
-    return isinstance(hidden, Tensor) and hidden.dim() == 3 and hidden.shape[1] >= MAX_TAPS
 
 
 def _globals_of(forward: types.FunctionType) -> Iterator[tuple[str, types.FunctionType]]:

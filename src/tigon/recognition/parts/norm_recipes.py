@@ -40,13 +40,12 @@ class Scope:
             return False
         if self.shape is not None and getattr(module, self.shape, None) != x.shape[-1:]:
             return False
-        return not (self.needs_contiguity and not x.is_contiguous()) and (len(args) == 1 or _matches_input(args[1], x))
-
-
-def _matches_input(gate: Any, x: Tensor) -> bool:
-    """Return True if a gate is a plain tensor with the dtype, the number of dimensions and the device of the input."""
-    is_plain = type(gate) in PLAIN and gate.layout is torch.strided and not gate.is_nested
-    return is_plain and gate.dtype is x.dtype and gate.dim() == x.dim() and gate.device == x.device
+        for gate in args[1:]:
+            if type(gate) not in PLAIN or gate.layout is not torch.strided or gate.is_nested:
+                return False
+            if gate.dtype is not x.dtype or gate.dim() != x.dim() or gate.device != x.device:
+                return False
+        return not self.needs_contiguity or x.is_contiguous()
 
 
 @dataclass(frozen=True)

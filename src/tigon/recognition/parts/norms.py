@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tigon.ops.norms.gated_rms_norm import GateActivation
 from tigon.ops.norms.rms_norm import Rounding
 from tigon.recognition.guards.code_facts import largest_number
-from tigon.recognition.parts.comparison import CANNOT_RUN, EQUAL_DTYPES, Pair, explain_difference, run_probes, select
+from tigon.recognition.parts.comparison import CANNOT_RUN, EQUAL_DTYPES, explain_difference, run_probes, select
 from tigon.recognition.parts.norm_recipes import (
     LAYER_NORM_FORMULAS,
     Gate,
@@ -128,16 +128,12 @@ def _candidates(
             yield LayerNormRecipe(eps, weight, bias, formula)
 
 
-def _agreeing_pairs(recipe: NormRecipe, subject: _NormSubject) -> list[Pair]:
-    """Return the pairs of dtypes that the module accepts and for which the recipe agrees with it."""
-    pairs = itertools.product(DTYPES, DTYPES) if subject.names else EQUAL_DTYPES
-    with not_recording():
-        return [(x, w) for x, w in pairs if agrees(recipe, functools.partial(subject, w), subject.inputs(x, 2, 8))]
-
-
 def _confirm(recipe: NormRecipe, subject: _NormSubject, dims: frozenset[int], reach: Reach) -> NormRecipe | str:
     """Compare a candidate in all other circumstances. Return it with its scope, or a reason to keep the forward."""
-    pairs, module = _agreeing_pairs(recipe, subject), subject.module
+    module, dtypes = subject.module, itertools.product(DTYPES, DTYPES) if subject.names else EQUAL_DTYPES
+    # The pairs of dtypes that the module accepts and for which the recipe agrees with it.
+    with not_recording():
+        pairs = [(x, w) for x, w in dtypes if agrees(recipe, functools.partial(subject, w), subject.inputs(x, 2, 8))]
     if reason := explain_difference(recipe, subject, reach, dims, pairs=pairs, different=DIFFERENT):
         return reason
     weight_dtypes: dict[torch.dtype, tuple[torch.dtype | None, ...]] = {

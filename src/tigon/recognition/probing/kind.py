@@ -38,20 +38,14 @@ def kind_of(module: nn.Module, kind_of_child: Callable[[nn.Module], Any] | None 
     kind_of_child = kind_of_child or kind_of
     settings = [(name, value) for name, value in vars(module).items() if name not in MODULE_STATE]
     if type(module).__module__.startswith("peft."):
-        settings = [(name, _without_name(value)) for name, value in settings]
+        # PEFT stores the arguments of its constructor in a layer. The name among them would make each layer a kind.
+        without = lambda value: {k: v for k, v in value.items() if k != "target_name"} if type(value) is dict else value
+        settings = [(name, without(value)) for name, value in settings]
     attributes = tuple((name, _describe(value)) for name, value in settings)
     tensors = own_tensors(module).items()
     shapes = tuple((k, None if t is None else full_shape(t)) for k, t in tensors)
     children = tuple((k, None if child is None else kind_of_child(child)) for k, child in module._modules.items())
     return type(module), attributes, shapes, children, is_changed(module)
-
-
-def _without_name(arguments: Any) -> Any:
-    """Return the arguments of the constructor of a layer of PEFT without the name of the layer. PEFT stores these
-    arguments in the layer. Its forward does not read the name, which would make each layer a kind of its own."""
-    if type(arguments) is not dict:
-        return arguments
-    return {key: value for key, value in arguments.items() if key != "target_name"}
 
 
 def _describe(value: Any) -> tuple:

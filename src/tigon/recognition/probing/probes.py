@@ -108,7 +108,7 @@ def agrees(
         return False
     if not _same_output(results[0], expected[0], compares_values):
         return record(False, candidate, stock, inputs, results[0], expected[0], mode=mode)
-    is_same = _same_gradients(results[1:], expected[1:])
+    is_same = len(results) == len(expected) and all(map(_same_gradient, results[1:], expected[1:]))
     return record(is_same, candidate, stock, inputs, results[1:], expected[1:], mode=mode)
 
 
@@ -152,10 +152,6 @@ def _same_output(a: Any, b: Any, compares_values: bool) -> bool:
 def _strides(x: Tensor) -> list[int]:
     """Return the strides of dimensions with several elements. The strides of other dimensions have no effect."""
     return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
-
-
-def _same_gradients(ours: Sequence[Tensor | None], stock: Sequence[Tensor | None]) -> bool:
-    return len(ours) == len(stock) and all(map(_same_gradient, ours, stock))
 
 
 def _same_gradient(a: Tensor | None, b: Tensor | None) -> bool:

@@ -253,17 +253,14 @@ def _other_use(
             continue
         if isinstance(parent, ast.Compare) and ast.unparse(parent).endswith((" is None", " is not None")):
             continue
-        if isinstance(parent, ast.Call) and node in parent.args and _is_function_of_torch(parent.func):
-            continue
+        if isinstance(parent, ast.Call) and node in parent.args:
+            # A function `torch.f`, `nn.functional.f` or `F.f` that does not write to its argument.
+            first, *others = ast.unparse(parent.func).split(".")
+            if others and first in ("torch", "nn", "F") and not others[-1].endswith("_"):
+                continue
         use = f"`{ast.unparse(parent)[:60]}` (line {node.lineno})"
         return f"{use} may distinguish `{name}` from another tensor with the same values"
     return None
-
-
-def _is_function_of_torch(function: ast.expr) -> bool:
-    """Return True if a function is `torch.f`, `nn.functional.f` or `F.f` and does not write to its argument."""
-    words = ast.unparse(function).split(".")
-    return len(words) > 1 and words[0] in ("torch", "nn", "F") and not words[-1].endswith("_")
 
 
 # --- functions -------------------------------------------------------------------------------------

@@ -135,16 +135,12 @@ disable_dynamo: Callable[[Callable], Callable] = getattr(torch, "_disable_dynamo
 DYNAMO_ERRORS = (AttributeError, ImportError, KeyError, TypeError)
 
 
-def _run_nothing(function: Callable[[Any], None]) -> None:
-    """Take the place of `comptime` in a torch without it."""
-
-
 def load_comptime() -> Callable[[Callable[[Any], None]], None]:
     """Return Dynamo's `comptime`: a call of it in traced code runs a function while Dynamo traces."""
     try:
         from torch._dynamo.comptime import comptime
     except ImportError:
-        return _run_nothing
+        return lambda function: None
     return comptime
 
 

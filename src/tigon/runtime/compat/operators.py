@@ -78,13 +78,10 @@ native_linear: Any = getattr(getattr(_C, "_nn", None), "linear", None)
 NAMESPACE_TYPES = type(torch.ops), type(torch.ops.aten)
 
 
-def _increment_one_by_one(tensors: list[Tensor], value: float) -> None:
-    for x in tensors:
-        x.add_(value)
-
-
 # Add a number to many tensors in few launches. Seen in 2.8 to 2.13. Without it: one launch for each tensor.
-increment: Callable[[list[Tensor], float], Any] = getattr(torch, "_foreach_add_", _increment_one_by_one)
+increment: Callable[[list[Tensor], float], Any] = getattr(
+    torch, "_foreach_add_", lambda tensors, value: [x.add_(value) for x in tensors]
+)
 
 
 def process_group_of(name: str) -> Any:

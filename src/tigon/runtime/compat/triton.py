@@ -34,11 +34,6 @@ else:
 # Without the class, `import tigon` raises an ImportError that names it.
 
 
-def _is_one_of(releases: tuple[str, ...], version: str) -> bool:
-    """Return whether the version is one of the releases, such as "3.7", or a patch of it, such as "3.7.1"."""
-    return any(version == release or version.startswith(f"{release}.") for release in releases)
-
-
 # `tl.range(..., disable_licm=True)` switches off the motion of loop-invariant code, whose results would occupy
 # registers through the whole loop. Seen in 3.6 and 3.7. Where it is missing, as in 3.4, Tigon lets `tl.range` of the
 # whole process take and ignore it, and kernels with such loops spill up to 130 bytes of a thread.
@@ -150,7 +145,7 @@ HOPPER_TESTED = ("3.6", "3.7")
 
 def has_hopper_instructions() -> bool:
     """Return whether the kernels that use `hopper` were tested in this Triton release."""
-    return _is_one_of(HOPPER_TESTED, triton.__version__)
+    return any(f"{triton.__version__}.".startswith(f"{release}.") for release in HOPPER_TESTED)
 
 
 hopper: Any = None
