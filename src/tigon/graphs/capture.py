@@ -158,10 +158,8 @@ class Pair:
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
     inputs: dict[str, Tensor]
-    # The output that has a gradient, and its upstream gradient.
     output: Tensor
     upstream: Tensor
-    # The output of the call, whose tensors are static.
     outputs: Any
     # The place of the gradient of each tensor that the call differentiates, or None if it has none.
     gradients: Sequence[GradientPlace | None]

@@ -23,7 +23,6 @@ class AdaptedHeadForward(AdapterRecipe):
 
     def __init__(self, cls: type, fused: Any) -> None:
         super().__init__(cls)
-        # The state that the replacements of the model's loss share.
         self.fused = fused
 
     def __reduce__(self) -> tuple:

@@ -11,7 +11,6 @@ from tigon.runtime.requirements import require
 class _PatchedAutoModel:
     """Calls the constructors of one auto class of transformers, and patches their models."""
 
-    # The name of the auto class in transformers, and of the subclass in `tigon`.
     auto_class: ClassVar[str]
 
     @classmethod

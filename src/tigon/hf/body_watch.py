@@ -59,7 +59,6 @@ class LossWatch:
     """Warns once if a model has another forward than the patched one. The warning is added to the notes of a report."""
 
     def __init__(self, model: nn.Module, state: Any, notes: list[str]) -> None:
-        # The `FusedLoss` of the model.
         self.model, self.state, self.notes = weakref.ref(model), state, notes
         self.is_on = True
 
@@ -90,7 +89,6 @@ class AdapterWatch:
         }
         self.report = weakref.ref(report)
         self.replaced_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        # The results of recognition, by the kind of the module.
         self.results: dict[tuple, Any] = {}
 
     def check(self) -> None:
@@ -145,7 +143,6 @@ class WatchedBody:
         self, inner: Callable | None, loss: LossWatch | None = None, adapters: AdapterWatch | None = None
     ) -> None:
         self.inner, self.loss, self.adapters = inner, loss, adapters
-        # The forward of the body's class. The first call sets it.
         self.numbering: NumberingForward | None = None
 
     def __reduce__(self) -> tuple:

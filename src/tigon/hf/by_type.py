@@ -18,7 +18,6 @@ from tigon.hf.report import Report
 from tigon.hf.transformers_private import constructors, model_mappings
 from tigon.runtime.requirements import require
 
-# The model types that are patched now.
 ACTIVE: set[str] = set()
 NOTE = "models of this type are patched when they are built, until restore(); models built before that stay patched"
 
@@ -72,7 +71,6 @@ class ConstructorPatch:
                 latest, report = self.patch(model), self.report
                 report.model = f"every new {self.config.model_type}, the last a {latest.model}"
                 report.empty, report.entries, report.outcomes = latest.empty, latest.entries, latest.outcomes
-                # The model may add warnings to its notes later.
                 report.take_notes(latest)
                 report.notes.insert(0, NOTE)
             return result

@@ -153,7 +153,6 @@ def _install_calls(owner: nn.Module, memory: Memory) -> Callable[[], None]:
     for module, call in calls.items():
         call.stock_state = switch_state(module)
         set_switch(module, call, True)
-        # The report says which layers run once.
         if isinstance(call, LayerCheckpoint) and is_innermost(module):
             call.judge()
 
@@ -229,7 +228,6 @@ class CheckpointedBody:
     positions that begin again within a row as the start of another document, so the attention mask would depend on the
     memory level. If the stock model has a cache in such a call, this recipe passes a mask of ones."""
 
-    # The names of the positional arguments.
     names: tuple[str, ...]
     inner: Callable | None = None
 

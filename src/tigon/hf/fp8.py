@@ -146,11 +146,9 @@ class FP8Plan:
 
     def __init__(self, settings: FP8Settings | None = None) -> None:
         self.settings = settings
-        # The layers and experts that get a new recipe, and these recipes.
         self.changed: dict[nn.Module, Any] = {}
         # The name and the module of each line of the report, and the reason why the module is left alone, or "".
         self.lines: list[tuple[str, Any, str]] = []
-        # The layers with low-rank adapters.
         self.adapted: list[Any] = []
         # True if an earlier patch lets a layer or experts run in FP8 with the same settings.
         self.has_fp8 = False

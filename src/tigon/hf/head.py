@@ -58,7 +58,6 @@ class LossCall:
     head: Any
     # The layer with adapters that computes the loss in place of the head, or None.
     layer: Any
-    # The number of rows of the head's weight.
     vocabulary: int
     labels: Tensor  # [B, S]
     shift_labels: Tensor | None
@@ -98,7 +97,6 @@ class FusedLoss(threading.local):
     model frees its memory."""
 
     spec: Spec
-    # The fused call of this thread.
     call: LossCall | None = None
     # True while the patched forward of the model runs in this thread.
     is_running: bool = False
@@ -199,10 +197,8 @@ class CausalLMForward:
 
     fused: FusedLoss
     options: LossOptions = field(default_factory=LossOptions)
-    # The notes of the report, to which a warning about a replaced loss function is added.
     notes: list[str] = field(default_factory=list)
     warns_of_replaced_loss: bool = True
-    # The forward of the class with the op for the auxiliary loss of routers, or None if it has no such loss.
     router_losses: RouterLossForward | None = None
 
     def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -25,11 +25,8 @@ _NOT_COMPILED = (
 class StackPlace(NamedTuple):
     """The place of a layer in a stack, and what the layers of the stack share."""
 
-    # The number of the layer.
     number: int = 0
-    # The object that moves the inputs of the layers to the host. It is None if they stay on the device.
     inputs: LayerInputs | None = None
-    # The object that says which layers save the outputs of attention. It is None if no layer does.
     attention: LayerAttention | None = None
     memory: Memory = Memory("checkpoint")
 

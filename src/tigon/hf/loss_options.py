@@ -20,7 +20,6 @@ from tigon.runtime import checks
 class LossOptions:
     """Options of `linear_cross_entropy` that a user of a patched model chooses."""
 
-    # Scale the loss of each token by the detached probability of its target.
     token_scaling: bool = False
     # The dtype in which the gradient of the head's weight is summed, or None.
     acc_dtype: torch.dtype | None = None

@@ -24,7 +24,6 @@ from tigon.recognition.replacement import installed_recipe
 from tigon.runtime.device import is_capturing
 from tigon.runtime.late_checks import LateFlag
 
-# The values of `config.layer_types` that stand for layers with a state.
 RECURRENT_TYPES = {"linear_attention", "conv", "mamba", "recurrent"}
 # The first parameters of the bodies of transformers, which a caller may pass without names.
 FIRST_PARAMETERS = ("input_ids", "attention_mask", "position_ids", "past_key_values")

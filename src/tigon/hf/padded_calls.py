@@ -136,15 +136,12 @@ class _Running(threading.local):
 class PaddedForward:
     """Recipe that pads the calls in training of a model or its body, and runs the earlier forward."""
 
-    # The earlier recipe, or None for the forward of the class.
     inner: Callable | None
     # None after the patch was undone.
     buckets: Buckets | None
     rules: PaddingRules
-    # The names of the parameters of the forward that have no star.
     names: tuple[str, ...]
     running: _Running
-    # The notes of the report, to which each new reason is added why a call was not padded.
     notes: list[str] = field(default_factory=list)
 
     @staticmethod

@@ -24,9 +24,7 @@ from tigon.recognition.rewriting.fused_statements import recognise_fused_stateme
 class Part:
     """How modules of one part are recognised and replaced."""
 
-    # The function that returns a recipe, the reason why a module of this kind has none, or None for another kind.
     recognise: Callable[[nn.Module], Any]
-    # The function that installs the recipe and returns the function that undoes this.
     install: Callable[[nn.Module, Any], Callable[[], None]]
     # The condition for a comparison with the op. `report.why` shows this text for a module that does not meet it.
     condition: str
@@ -70,5 +68,4 @@ PARTS = {
     ),
     "loss": Part(learn_loss, attach, "a causal language model has output embeddings and a loss function"),
 }
-# The parts that are activations without a gate.
 ACTIVATIONS = ("relu2", "gelu")

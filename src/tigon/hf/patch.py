@@ -29,7 +29,6 @@ from tigon.memory.levels import Memory, MemoryLevel, check_memory
 from tigon.recognition.parts.fp8 import FP8Settings
 from tigon.runtime import checks
 
-# The recipes of FP8.
 FP8Scales = Literal["rowwise", "tensorwise"]
 P = ParamSpec("P")
 Context = contextlib.AbstractContextManager[Report]
@@ -179,7 +178,6 @@ class Request:
     pad_to: int | None
 
 
-# The options of `patch` and their defaults.
 OPTIONS = {
     name: parameter.default
     for name, parameter in inspect.signature(patch).parameters.items()

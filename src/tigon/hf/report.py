@@ -21,12 +21,10 @@ if TYPE_CHECKING:
 class Entry:
     """Modules of one class that were replaced by the same recipe, or left alone for the same reason."""
 
-    # A key of `tigon.hf.parts.PARTS`, or "fp8".
     part: str
     # The name of the class.
     module: str
     replaced: bool
-    # The recipe, or the reason why there is none.
     detail: str
     names: list[str] = field(default_factory=list)
 
@@ -41,7 +39,6 @@ class Outcome:
 
     part: str
     text: str
-    # Sentences about the nearest candidate.
     lines: tuple[str, ...] = ()
 
 
@@ -80,7 +77,6 @@ class Report:
     entries: list[Entry] = field(default_factory=list)
     _notes: list[str] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
-    # The texts of `why`, by the name of the module.
     outcomes: dict[str, ModuleOutcomes] = field(default_factory=dict, repr=False)
     # The title of the report if nothing was replaced.
     empty: str = field(default="nothing patched", repr=False)
@@ -88,9 +84,7 @@ class Report:
     patched: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     # A function that returns the note about the memory level that the model has now, or None if there is no note.
     describe_level: Callable[[], str | None] | None = field(default=None, repr=False, compare=False)
-    # The record of captures and of eager calls; None without `graphs=True`.
     graphs: GraphRecord | None = field(default=None, compare=False)
-    # The latest result of this function.
     _level_note: str | None = field(default=None, repr=False, compare=False)
     # The progress of `restore`: "" before it, "interrupted" after an error in it, "restored" after it.
     state: Literal["", "interrupted", "restored"] = ""

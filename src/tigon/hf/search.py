@@ -39,15 +39,12 @@ class Finding:
     part: str
     name: str
     module: nn.Module
-    # The value that the recogniser of the part returned.
     result: Any
     # The recipe to install. It also does what an earlier recipe for the module does.
     recipe: Any = None
-    # Why the module keeps its forward although it resembles the part.
     reason: str = ""
     # The explanation if there is neither a recipe nor a reason, or the names of what the recipe leaves out.
     note: str = ""
-    # The comparisons with candidates.
     trials: Trials = field(default_factory=Trials)
 
     @property

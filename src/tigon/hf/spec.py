@@ -12,9 +12,7 @@ from torch import nn
 
 # The options that the standard loss reads. It ignores all others, and so does the fused loss.
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
-# The default of the standard loss.
 IGNORE_INDEX = -100
-# The types of the settings that are compared.
 NUMBERS = (int, float)
 # Paths of attributes, which start at the model, and the values of these attributes.
 Settings = tuple[tuple[tuple[str, ...], Any], ...]
@@ -33,19 +31,15 @@ class Spec:
     head: str
     softcap: float | None
     logit_scale: float
-    # The arguments of the model's forward that a caller may pass by position.
     positional_arguments: tuple[str, ...]
-    # The options in LOSS_ARGUMENTS that the model passes to its loss.
     forwarded_options: frozenset[str]
     # The loss type of the model. torch.compile compiles another graph when it changes.
     loss_type: str | None
-    # The numbers that the model's forward reads.
     settings: Settings
     # The paths of the settings that hold the size of the vocabulary. They must equal the size of the head in each call.
     vocabulary_settings: tuple[tuple[str, ...], ...]
     # Arguments of the model's loss that the standard loss does not have. A call with one of them runs the stock code.
     unknown_arguments: frozenset[str]
-    # The names of the functions in the forward of the model that compute `load_balancing_loss`.
     router_losses: tuple[tuple[str, str], ...] = ()
 
     @property

@@ -289,9 +289,7 @@ def attention_of(model: Any) -> str:
 class ModelFacts(NamedTuple):
     """The facts that transformers states about the layers of a model."""
 
-    # The names of the classes of its layers.
     layer_classes: set[str]
-    # The kind of each layer, such as "linear_attention", from the config of the text part.
     layer_types: tuple[str, ...]
     # This is True if the attribute `_is_stateful` says that the layers have a state.
     is_stateful: bool

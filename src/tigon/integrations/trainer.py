@@ -51,7 +51,6 @@ class TigonCallback(TrainerCallback):
         self, memory: Memory | MemoryLevel | str = "default", pad_to: int | None = None, **options: Any
     ) -> None:
         self.request = make_request("TigonCallback", {"memory": memory, "pad_to": pad_to, **options})
-        # The report of the latest model that was patched.
         self.report: Report | None = None
         # The reference is weak, so that the callback does not keep the model alive.
         self._patched_model: weakref.ref[Any] | None = None

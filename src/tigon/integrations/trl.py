@@ -47,14 +47,12 @@ class State:
     """What `enable` has changed."""
 
     def __init__(self) -> None:
-        # The functions that restore TRL, or an empty list while Tigon is not enabled.
         self.undo: list[Callable[[], None]] = []
         # The level of the models of trainers that are built, or None if the user chooses it for each model.
         self.memory: Memory | MemoryLevel | str | None = None
         # The options of `tigon.patch` for calls that the host is too slow for.
         self.graphs: bool = False
         self.pad_to: int | None = None
-        # The models that were patched for this level.
         self.patched_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 

@@ -37,7 +37,6 @@ from tigon.runtime.stock import written_in
 IGNORE_INDEX = -100
 # `report.why` shows this reason for the loss of a model that a trainer of TRL trains.
 REASON_TO_KEEP = "the trainer of TRL computes the loss by tigon.integrations.trl"
-# The fields of TRL's output, in the order in which its function returns them.
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # The fields that `linear_cross_entropy` computes beside the loss.
 LOSS_FIELDS = {"log_probs", "entropy", "is_top1"}

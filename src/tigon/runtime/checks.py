@@ -10,7 +10,6 @@ from torch import Tensor
 
 _FLOATING = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-# The number of characters that a message shows of a value.
 _MAX_CHARACTERS = 80
 
 

@@ -33,7 +33,6 @@ class _Shared:
     numbers: list[Tensor] = field(default_factory=list)
 
 
-# The memory of the default stream, by the device.
 _default: dict[int, _Shared] = {}
 
 # The memory of the CUDA graph that is captured, if `shared_in_capture` captures it.

@@ -128,7 +128,6 @@ def state() -> str:
     return f"the library of torch, CUDA {torch.version.cuda}, on Hopper GPUs"
 
 
-# The handle of each device.
 _handles: dict[int, ctypes.c_void_p] = {}
 
 

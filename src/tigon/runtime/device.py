@@ -33,7 +33,6 @@ class Device:
     multiprocessors: int
     # 32 on NVIDIA, 64 on the Instinct chips of AMD
     warp_size: int
-    # bytes that one workgroup may use
     shared_memory: int
     # whether threads can copy from global to shared memory asynchronously: NVIDIA since Ampere
     async_copy: bool = False
@@ -56,7 +55,6 @@ EMULATED = Device(multiprocessors=4, warp_size=32, shared_memory=65536)
 class Simulation(Protocol):
     """An object that counts what a GPU would do."""
 
-    # the device of meta tensors
     device: Device
     # the number of GPUs that share the parameters and their gradients
     shards: int

@@ -41,10 +41,8 @@ DESCRIPTORS = tuple(descriptor for descriptor in (TensorDescriptor, TileDescript
 # key is found, and the compiled variant, because Triton may unload one that nobody refers to.
 _variants: dict[tuple, tuple] = {}
 
-# The verdict of the self-check of direct launches on each device.
 _verdicts: dict[int, bool] = {}
 
-# The results of `_split_function` by the kernel and the types of its arguments.
 _split_functions: dict[tuple, Callable[..., tuple]] = {}
 
 

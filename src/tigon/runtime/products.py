@@ -39,7 +39,6 @@ class ProductConfig(LaunchConfig):
 
     # the shortest side of a factor
     min_side: int
-    # numbers of the tiles of ping-pong kernels, the best one first
     tiles: tuple[int, ...]
 
     @staticmethod

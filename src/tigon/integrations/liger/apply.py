@@ -60,7 +60,6 @@ SAME_FUNCTION = {
 
 logger = logging.getLogger(__name__)
 
-# The patches of model types that are in force. A second call replaces the first one's options.
 _reports: dict[str, Report] = {}
 
 

@@ -36,7 +36,6 @@ class _LossBase(torch.autograd.Function):
     # The parameters of `forward` after `cls` and `ctx`, and the names of those that get gradients.
     signature: inspect.Signature
     differentiable = ("_input", "weight", "bias")
-    # The function that a subclass defines.
     loss_function: str
 
     @staticmethod
@@ -168,7 +167,6 @@ class LigerFusedLinearPPOBase(_LossBase):
         "vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0, vespo_lambda_pos=3.0, "
         "vespo_k_neg=3.0, vespo_lambda_neg=2.0, num_items_in_batch=None"
     )
-    # The options that `ppo_loss_fn` gets as they are.
     options = (
         "epsilon_low", "epsilon_high", "beta", "loss_type", "max_completion_length", "importance_sampling_level",
         "sapo_temperature_pos", "sapo_temperature_neg", "delta", "use_bias_correction_kl", "vespo_k_pos",

@@ -25,7 +25,6 @@ from tigon.ops.mlps.activations import relu2
 LIGER_VERSION = "0.8.5"
 
 
-# The names that a module of Liger serves, with the objects of Tigon.
 Table = dict[str, Any]
 
 
@@ -110,7 +109,6 @@ MODULES: dict[str, Table] = {
 
 _ATTENTION = "use liger_fused_neighborhood_attention of liger_kernel.transformers.functional between linear layers"
 _MEGATRON_RECIPE = "use LigerMegatronRMSNorm and LigerMegatronCrossEntropy as docs/trainers.md shows"
-# What to use in place of a name that is not served.
 NOT_SERVED = {
     "GrpoLossFunction": "use triton_grpo_loss of liger_kernel.transformers.grpo_loss, or tigon.losses",
     "LigerFusedNeighborhoodAttention": _ATTENTION,
@@ -123,7 +121,6 @@ NOT_SERVED = {
     "apply_tiled_mlp": "use LigerTiledSwiGLUMLP or LigerTiledGEGLUMLP of liger_kernel.transformers",
 }
 
-# Modules whose import fails, and what to use in their place.
 _ONE_BACKEND = "use liger_kernel.functional, whose ops run on Tigon's kernels without a choice of back ends"
 NOT_SERVED_MODULES = dict.fromkeys(
     ("backends", "ops.backends", "ops.cute", "ops.cutedsl", "ops.cutile", "transformers.moe"), _ONE_BACKEND

@@ -15,7 +15,6 @@ from tigon.losses.sequences import half
 from tigon.ops.head.linear_log_probs import linear_log_probs
 from tigon.ops.head.linear_loss import linear_loss
 
-# The loss of pairs, and further values, from log-probabilities [N, L].
 PairLoss = Callable[[Tensor], tuple[Tensor, ...]]
 
 

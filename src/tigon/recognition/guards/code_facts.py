@@ -11,7 +11,6 @@ from tigon.runtime.reach.code import code_facts
 from tigon.runtime.reach.known_names import OF_PYTHON, WITHOUT_SIZES
 from tigon.runtime.reach.places import Place, Reach, is_simple
 
-# Names of modes that the probes change.
 MODES = frozenset(("training", "requires_grad", "is_grad_enabled", "set_grad_enabled", "is_inference"))
 
 

@@ -45,10 +45,8 @@ CHILDREN = "base_layer", "lora_A", "lora_B", "lora_dropout"
 SETTINGS = "scaling", "lora_variant", "_active_adapter", "merged_adapters", "_disable_adapters"
 OPTIONAL_SETTINGS = ("cast_input_dtype_enabled",)
 
-# The name of the recipe in a report.
 NAME = "low-rank adapters"
 
-# The inputs, the outputs and the smallest rank of a small copy.
 SMALL_INPUT, SMALL_OUTPUT, SMALL_RANK = 24, 40, 3
 
 # A function that reads the projection of a layer for an input; None if the layer has to be called.
@@ -61,7 +59,6 @@ class ForwardCode(NamedTuple):
     methods: frozenset[str]
     read: Callable[[type], Any]
     value: Any
-    # The reason why layers that run this code keep their forward; None if it computes the sum.
     reason: str | None = None
 
     def is_that_of_class(self, cls: type) -> bool:
@@ -138,7 +135,6 @@ def _observe(twin: Any) -> set[str]:
     return names - {*dir(nn.Module()), "__class__"}
 
 
-# The states of a layer in which its forward is compared.
 STATES: tuple[dict[str, Any], ...] = (
     {"_active_adapter": "first"},
     {"_active_adapter": ["second"]},

@@ -116,9 +116,7 @@ def _computes_product(layer: Any, weight: Tensor, dtype: torch.dtype) -> bool:
 class _Result(NamedTuple):
     """The result of the comparison of a layer with its dense weight."""
 
-    # whether the layer multiplies by its dense weight and does nothing else
     computes_product: bool
-    # whether Tigon's kernel dequantises the weight as bitsandbytes does
     uses_kernel: bool
 
 

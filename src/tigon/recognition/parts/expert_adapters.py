@@ -40,7 +40,6 @@ METHODS = (
     "forward", "_check_forward_args", "_activate_lora", "_remove_parametrizations", "get_base_layer",
     "get_delta_factors", "get_delta_weight", "get_param",
 )  # fmt: skip
-# The rank of the adapters of a small copy.
 SMALL_RANK = 3
 
 
@@ -201,7 +200,6 @@ def _small_copy(wrappers: Sequence[Any], experts: Any, **state: Any) -> Any:
     return twin
 
 
-# States of a wrapper in which its forward is compared with the recipe.
 STATES: dict[str, dict[str, Any]] = {
     "one adapter": {},
     "the other adapter": {"_active_adapter": ["second"]},

@@ -38,7 +38,6 @@ FEWEST_ROWS = 512
 class FP8Settings:
     """The options of `tigon.patch` that concern FP8."""
 
-    # The granularity of scales: "tensorwise" or "rowwise".
     recipe: str
     # True if the products of dW are computed in FP8 too.
     fp8_dw: bool = True
@@ -60,7 +59,6 @@ class FP8Recipe:
         self.merges = 0
         # The caches of the groups of layers of which this layer is the first one, by the number of layers.
         self.caches: dict[int, StepCache] = {}
-        # The device of the weights whose copies the caches hold.
         self.device: torch.device | None = None
 
     def __reduce__(self) -> tuple:

@@ -29,7 +29,6 @@ class StepCache:
     def __init__(self, keeps_copies: bool) -> None:
         self.keeps_copies = keeps_copies
         self.cache: WeightCache | None = None
-        # The weights that the cache belongs to, and the addresses of their values.
         self.weights: list[weakref.ref[Tensor]] = []
         self.addresses: list[int] = []
         # True if gradients existed at the last forward of a step, because they accumulate over several backwards.

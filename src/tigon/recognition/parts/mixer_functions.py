@@ -37,11 +37,8 @@ from tigon.runtime.weak_cache import cached_weakly
 # The function of transformers by which a rule chooses other statements while a model is exported. The op is not used
 # then.
 LIVE = ("is_torchdynamo_exporting",)
-# The activations of a convolution that the op computes. Code of models looks them up in a table.
 ACTIVATIONS = ("silu", "swish")
-# The names of the arguments that the ops serve, beside those of the tensors.
 RULE_OPTIONS = {"scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens", "chunk_size"}
-# A dtype of the input of a convolution and one of its weight.
 Pair = tuple[torch.dtype, torch.dtype]
 CONVOLUTION_ARGUMENTS = ("weight", "bias", "activation")
 DIFFERENT = "computes something else than the op"
@@ -51,7 +48,6 @@ DIFFERENT = "computes something else than the op"
 class RuleForm:
     """A gated delta rule, or Kimi Delta Attention."""
 
-    # The names of the arguments q, k, v, g and beta.
     tensors: tuple[str, ...]
     # True for Kimi Delta Attention: g has a number for each feature of a head of k.
     has_feature_decay: bool = False
@@ -64,7 +60,6 @@ class RuleForm:
 class ConvolutionForm:
     """A causal depthwise convolution."""
 
-    # The name of the input [B, C, T].
     x: str
     # True if the function accepts an input in half precision with a weight in fp32, as under autocast.
     is_mixed: bool = False

@@ -37,9 +37,7 @@ from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.engines import full_shape
 from tigon.runtime.reach.explore import explore
 
-# The sizes of a stand-in: its tokens, and the most experts, hidden features and intermediate features.
 TOKENS, EXPERTS, HIDDEN, INNER = 17, 12, 24, 40
-# The numbers of experts, of hidden features and of intermediate features.
 Sizes = tuple[int, int, int]
 
 DIFFERENT = "computes something else than moe_mlp with weighted inputs"
@@ -61,7 +59,6 @@ class MixtureRecipe:
     """Recipe: `moe_mlp` on the experts that each token chooses, plus the child that all tokens share."""
 
     roles: Roles
-    # The number of experts that each token chooses.
     choices_per_token: int
     activation: str
 

@@ -43,7 +43,6 @@ class Gate(NamedTuple):
     activation: str
 
 
-# The gates by the name that the report shows.
 GATE_KINDS: dict[str, Gate] = {
     "swiglu": Gate(swiglu, swiglu_reference, "silu"),
     "geglu": Gate(geglu, geglu_reference, "gelu"),
@@ -58,7 +57,6 @@ GATE_KINDS: dict[str, Gate] = {
 class Formula(NamedTuple):
     """A way to write an activation."""
 
-    # The activation in the ops.
     activation: MLPActivation
     compute: Callable[[Tensor], Tensor]
     # True if torch computes the formula with one kernel, and saves nothing but its input.
@@ -98,7 +96,6 @@ FORMULAS: dict[str, Formula] = {
 class _TensorRecipe:
     """A recipe that takes one plain tensor. The forward of the module's class runs for any other arguments."""
 
-    # Numbers of dimensions of inputs for which the module was compared with the op.
     dims: frozenset[int] = field(default=frozenset((1, 2, 3, 4)), compare=False, kw_only=True)
     # True if the recipe takes contiguous inputs only.
     needs_contiguity: bool = field(default=False, compare=False, kw_only=True)
@@ -238,11 +235,9 @@ def _run_with_adapters(x: Tensor, layers: Sequence[nn.Module], kind: str) -> Ten
 class MLPRecipe(_TensorRecipe):
     """Recipe: `down(act(up(x)))` through the module's children, with dropouts where the module has them."""
 
-    # A key of `FORMULAS`.
     formula: str
     up: str
     down: str
-    # The names of the dropouts after the activation, and of those after the second layer.
     inner_dropouts: tuple[str, ...] = ()
     outer_dropouts: tuple[str, ...] = ()
     # The forward of the layers' class if they multiply by transposed weights.

@@ -20,11 +20,9 @@ class Scope:
     """The inputs for which recognition compared a module with the op. The stock forward runs for all other inputs."""
 
     dims: frozenset[int] = frozenset((1, 2, 3, 4))
-    # Dtypes of the weight for each dtype of the input. None means a norm without weight.
     weight_dtypes: dict[torch.dtype, tuple[torch.dtype | None, ...]] = field(
         default_factory=lambda: dict.fromkeys(DTYPES, (None, *DTYPES))
     )
-    # True if the recipe takes contiguous inputs only. The stock forward runs for all others.
     needs_contiguity: bool = False
     # An attribute that must stay equal to the shape of the weight, such as `normalized_shape`.
     shape: str | None = None

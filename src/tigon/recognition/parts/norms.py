@@ -95,7 +95,6 @@ class _NormSubject(Subject):
                 yield functools.partial(self.with_weights, dtype, change), [t * 4 for t in self.inputs(dtype, 2, 8)]
 
 
-# The offsets of the weight and the roundings of RMS norms.
 _ROUNDINGS: tuple[Rounding, ...] = ("before_weight", "after_weight")
 _ACTIVATIONS: tuple[GateActivation, ...] = ("silu", "sigmoid")
 
@@ -195,7 +194,6 @@ def _likely_widths(module: nn.Module, reach: Reach) -> list[int]:
 def _find_recipe(subjects: list[_NormSubject], candidates: list[NormRecipe], reach: Reach) -> NormRecipe | str:
     """Return the recipe of a norm, or the reason why there is none. The subjects have the widths to try."""
     failure, module = DIFFERENT, subjects[0].module
-    # The last subject that ran, with the numbers of dimensions that it accepts.
     last: tuple[_NormSubject, frozenset[int]] | None = None
     for subject in subjects:
         result = run_probes(functools.partial(select, subject, candidates), module, reach)

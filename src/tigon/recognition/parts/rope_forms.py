@@ -81,7 +81,6 @@ _TABLES: tuple[Table, ...] = ("halves", "once")
 _RESULTS: tuple[ResultDtype, ...] = ("promoted", "cast", "fp32")
 _LAYOUTS_WITH_TABLES: list[tuple[Layout, Table]] = [*itertools.product(_LAYOUTS, _TABLES), ("interleaved", "pairs")]
 
-# The candidates, in the order in which they are compared with a function.
 FORMS = [
     Form(layout, table, result, flipped)
     for (layout, table), result, flipped in itertools.product(_LAYOUTS_WITH_TABLES, _RESULTS, (False, True))
@@ -92,9 +91,7 @@ FORMS = [
 class ComplexForm:
     """A product with a complex table [B | 1, S, R / 2]."""
 
-    # The dimension of the heads of q and k, 1 or 2.
     heads: int
-    # True if the function accepts a table for each sequence of the batch.
     has_batch: bool = False
 
     def __call__(self, q: Tensor, k: Tensor, table: Tensor, reference: bool = False) -> tuple[Tensor, Tensor]:
@@ -135,7 +132,6 @@ def _multiply(x: Tensor, table: Tensor, heads: int) -> Tensor:
 class RopeCall:
     """The arguments of a function: one or two tensors to rotate, `cos`, `sin` and arguments with defaults."""
 
-    # The names of the tensors to rotate.
     tensors: tuple[str, ...]
     # The default of the argument `unsqueeze_dim`, which is the dimension of the heads. It is None if the function has
     # no such argument. The heads are then the last dimension but one.
@@ -165,9 +161,7 @@ def takes_complex_table(function: types.FunctionType) -> bool:
 class _Case(NamedTuple):
     """The arguments of one comparison, and the results of the function."""
 
-    # The tensors to rotate, whose gradients are compared.
     inputs: list[Tensor]
-    # The function without its arguments, and those of a form.
     run: Callable[[], tuple]
     form_arguments: tuple
     expected: tuple

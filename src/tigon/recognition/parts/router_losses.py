@@ -29,9 +29,7 @@ from tigon.runtime.weak_cache import cached_weakly
 
 LOGGER = logging.getLogger("tigon")
 
-# The arguments after the logits.
 ARGUMENTS = ("num_experts", "top_k", "attention_mask")
-# The sizes of the logits that a function is compared on: layers, sequences, their length, and experts.
 LAYERS, BATCH, LENGTH, EXPERTS = 3, 2, 9, 7
 
 

@@ -27,14 +27,11 @@ from tigon.runtime.reach.places import Reach
 LOGGER = logging.getLogger("tigon")
 
 DTYPES = (FP32, BF16, FP16)
-# The largest difference of gradients, relative to the largest value of a row.
 TOLERANCE = {FP32: 1e-3, BF16: 0.1, FP16: 0.1}
-# One leading shape for each number of dimensions that a recipe accepts.
 SHAPES = ((), (8,), (2, 4), (2, 2, 2))
 # Sizes of 0 and 1, which a run with symbolic sizes does not cover.
 SMALL_SHAPES = ((1,), (1, 1), (2, 0), (1, 3), (3, 1), (2, 1, 3))
 
-# A function that builds a stand-in, and the inputs for it.
 SpecialCase = tuple[Callable[[], nn.Module], list[Tensor]]
 
 

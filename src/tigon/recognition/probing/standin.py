@@ -27,7 +27,6 @@ from tigon.runtime.reach.places import REGISTERED
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
-# Numbers that code compares values with.
 SENTINELS = (-100.0, 1.0, -1.0, 0.0)
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)

@@ -24,7 +24,6 @@ class Mismatch:
 
     # The dtypes and shapes of the inputs, the dtype of the weights, and the mode.
     case: str
-    # A description of the difference.
     text: str
     # The largest absolute difference of two values. It is infinite if the outputs cannot be compared.
     difference: float
@@ -34,10 +33,8 @@ class Mismatch:
 class Trials:
     """The comparisons that a recogniser made for one module."""
 
-    # The number of comparisons in which each candidate agreed with the module before its first mismatch.
     agreements: Counter[Any] = field(default_factory=Counter)
     mismatches: dict[Any, Mismatch] = field(default_factory=dict)
-    # Why the recogniser returned None, if it compared anything.
     note: str = ""
 
     def add(self, candidate: Any, mismatch: Mismatch | None) -> None:

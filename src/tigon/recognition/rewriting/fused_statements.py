@@ -87,7 +87,6 @@ class _StartedNorm:
 
     norm: nn.Module
     weight: Tensor | None
-    # The options of `qk_norm_rope`.
     options: dict[str, Any]
 
 
@@ -197,7 +196,6 @@ class FusedStatementsRecipe(RewrittenForward):
         return fuse_statements(forward)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # A compiler fuses statements itself.
         if torch.compiler.is_compiling():
             return type(module).forward(module, *args, **kwargs)
         return super().__call__(module, *args, **kwargs)

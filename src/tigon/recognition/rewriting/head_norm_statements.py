@@ -87,12 +87,10 @@ def _match_rope(statement: ast.stmt, scope: dict[str, Any]) -> _RopeCall | None:
 class _Norm(NamedTuple):
     """The statement that normalises a tensor which a later statement rotates."""
 
-    # The block that contains the statement, and its position there.
     block: list[ast.stmt]
     position: int
     # The statement of the outer block that contains this block, or the norm itself.
     outer: ast.stmt
-    # The call of the norm, and whether the result is transposed in the same statement.
     call: ast.Call
     is_transposed_here: bool
     # True if dimensions 1 and 2 are exchanged between the norm and the rotary embedding.

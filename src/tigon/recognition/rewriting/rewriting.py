@@ -41,7 +41,6 @@ from tigon.recognition.rewriting.statements import (
     single_target,
 )
 
-# The attribute of a rewritten function that names the children which `start_norm` runs.
 HEAD_NORMS = "_tigon_head_norms_"
 
 
@@ -51,9 +50,7 @@ HEAD_NORMS = "_tigon_head_norms_"
 class _Match(NamedTuple):
     """The first statements of a block that match a pattern."""
 
-    # The number of statements that match.
     length: int
-    # The statements that replace them.
     replacement: list[ast.stmt]
     # For a norm: the name of the child, and the variables that hold its input or the residual afterwards.
     norm: str = ""
@@ -113,7 +110,6 @@ UNCERTAIN = (
     *(ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom),
     *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
 )
-# Attributes that describe a tensor and do not change it.
 DESCRIPTIVE = "shape", "size", "dim", "ndim", "dtype", "device"
 
 

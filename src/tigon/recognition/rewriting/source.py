@@ -193,9 +193,7 @@ class Rewritten:
     """The code that replaces the innermost function of a function. It does not refer to that function."""
 
     code: CodeType
-    # The additional functions that the code calls, by the names of their variables.
     helpers: dict[str, Callable]
-    # The attributes of the new innermost function.
     attributes: dict[str, Any] = field(default_factory=dict)
 
     def build(self, function: FunctionType, exchanged: Mapping[str, Callable]) -> FunctionType:

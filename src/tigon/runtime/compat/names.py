@@ -5,7 +5,6 @@ from typing import Any, NoReturn
 
 import torch
 
-# The message of each name that was looked up and that this torch does not have.
 missing: dict[str, str] = {}
 
 

@@ -20,7 +20,6 @@ from tigon.runtime.weak_cache import cached_weakly
 CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 # Instructions that may reveal the size of a tensor contain one of these words.
 _SIZES = ("SUBSCR", "SLICE", "UNPACK", "ITER", "COMPARE", "CONTAINS", "IS_OP", "CALL_FUNCTION_EX", "MATCH", "IMPORT")
-# Instructions that compute a condition.
 _CONDITIONS = ("COMPARE_OP", "IS_OP", "CONTAINS_OP", "UNARY_NOT")
 
 
@@ -36,13 +35,10 @@ class CodeFacts(NamedTuple):
     computes_names: bool
     # True if the function looks up attributes that may be missing.
     may_miss: bool
-    # Python modules that the function imports.
     imports: frozenset[str]
-    # A description and a line of each assignment to an attribute, a global or a variable of an outer function.
     writes: tuple[tuple[str, int], ...]
     # Methods that change a container, and the line of the first one. `x[i] = y` stands for `__setitem__`.
     item_writes: tuple[tuple[str, int], ...]
-    # Names of attributes that the function assigns.
     stored_names: frozenset[str]
     # True if the function looks at the type of an object.
     tests_types: bool

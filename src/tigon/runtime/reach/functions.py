@@ -34,7 +34,6 @@ from tigon.runtime.reach.known_names import (
 from tigon.runtime.reach.objects import is_trusted_function, package_of, wrapped_function
 from tigon.runtime.reach.places import REGISTERED, Place, Reach
 
-# The names by which code gets a dict that holds attributes of a module or of another object.
 TABLES = {"vars", "__dict__", *REGISTERED}
 # A forward that reaches more functions is refused, because each function takes time to read and to compare.
 MAX_FUNCTIONS = 64
@@ -84,11 +83,8 @@ class FunctionWalk:
         self.holders: list[tuple[Callable[[str], None], set[str]]] = []
         self.tables: list[tuple[dict, str, set[str]]] = []
         self.overridden: list[tuple[type, str]] = []
-        # Names of attributes that the code assigns.
         self.stored_names: set[str] = set()
-        # The names and paths of the children whose code and settings are not searched.
         self.children_with_tensors: list[tuple[str, str]] = []
-        # Names that are watched already, as (id of the owner, name).
         self.links: set[tuple[int, str]] = set()
 
     def describe(self, value: Any, path: str) -> Any:

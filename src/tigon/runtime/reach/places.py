@@ -70,7 +70,6 @@ class Place:
 class Reach:
     """The state that a call of one module can reach, and the reasons why its forward must not be replaced."""
 
-    # Every place that the code reads.
     places: list[Place] = field(default_factory=list)
     # Reasons why a call may change something that outlives it: an assignment to an attribute, a log entry.
     writes: list[str] = field(default_factory=list)
@@ -85,9 +84,7 @@ class Reach:
     codes: list[types.CodeType] = field(default_factory=list)
     # Reads that no probe covers, such as the type of a child with weights, or attributes that may be missing.
     unprobed_reads: list[str] = field(default_factory=list)
-    # Names of all attributes that the code loads from any object.
     names: frozenset[str] = frozenset()
-    # Paths of the places that `preserved` had to restore.
     changed_paths: list[str] = field(default_factory=list)
 
     @property
