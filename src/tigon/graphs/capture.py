@@ -254,8 +254,7 @@ def capture(
     replace: Callable[[Sequence[nn.Parameter]], AbstractContextManager], memory: GraphMemory,
     inputs: dict[str, Tensor | float], parameters: Sequence[Tensor], *, warms_up: bool,
 ) -> Pair:  # fmt: skip
-    """Capture a call as a pair of graphs. `compute` returns the outputs of static inputs, and the one with a
-    gradient."""
+    """Capture a call as two graphs. `compute` returns the outputs of static inputs, and the one with a gradient."""
     begin = time.perf_counter()
     static = {name: _static_input(value, memory.device) for name, value in inputs.items()}
     # Nodes of autograd that a living loss of an earlier step refers to belong to another stream. Aliases have new ones.

@@ -87,8 +87,7 @@ class ConstructorPatch:
 
 
 def patch_type(model_type: str, patch: Callable[[nn.Module], Report]) -> Report:
-    """Run `patch` on every new model of the type, until `restore()` of the report. The report describes the last
-    model."""
+    """Run `patch` on every new model of the type until `restore()` of the report, which describes the last model."""
     config, report = config_class(model_type, "patch: model must be a model type"), Report(f"every new {model_type}")
     if model_type in ACTIVE:
         report.notes.append(

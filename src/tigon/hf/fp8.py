@@ -229,8 +229,7 @@ def plan_fp8(names: Mapping[nn.Module, str], settings: FP8Settings | None, recip
 
 
 def _norms_behind(widths: Collection[int], recipes: Mapping[nn.Module, Any]) -> dict[nn.Module, RMSNormRecipe]:
-    """Return new recipes for those norms whose gradients layers in FP8 with these widths may read. Their backward then
-    finds the maxima of the gradients. The widths exclude the norms of each head."""
+    """Return recipes for those norms whose gradients FP8 layers of these widths read, which find their maxima."""
     return {
         norm: replace(recipe, finds_maximum=True)
         for norm, recipe in recipes.items()

@@ -87,9 +87,8 @@ def check_call_model(model: nn.Module) -> None:
 
 
 def install_graphs(model: nn.Module, report: Report) -> list[Callable[[], None]]:
-    """Let the models of transformers in a module, and their bodies, run their training calls as graphs. A trainer may
-    call the body alone. Inside a call of the model, the body is a part of the graphs of the model. The report shares
-    the record of an earlier patch."""
+    """Let the models of transformers in a module, and their bodies, run training calls as graphs. A trainer may call
+    the body alone; inside a call of the model, the body is a part of the graphs of the model."""
     undo: list[Callable[[], None]] = []
     owners = [*transformers_models(model)] or [model]
     places = [place for owner in owners for place in (owner, getattr(owner, "base_model", None))]

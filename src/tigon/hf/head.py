@@ -93,8 +93,7 @@ class LossCall:
 
 @dataclass(eq=False)
 class FusedLoss(threading.local):
-    """State that the three replacements share. It holds no module, so that a copy of the head stays small and a deleted
-    model frees its memory."""
+    """State that the three replacements share. It holds no module, so a copy of the head stays small."""
 
     spec: Spec
     call: LossCall | None = None

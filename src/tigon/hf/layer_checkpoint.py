@@ -32,8 +32,7 @@ class StackPlace(NamedTuple):
 
 
 class LayerCall:
-    """A function that calls a layer once, in a block of `lean`, and replaces the function that checkpoints the
-    layer."""
+    """Calls a layer once, in a block of `lean`, in place of the function that checkpoints the layer."""
 
     def __init__(self, layer: nn.Module | None, place: StackPlace | None = None) -> None:
         # The reference is weak, so that a deleted model frees its memory at once.
@@ -65,9 +64,8 @@ class LayerCall:
 
 
 class LayerCheckpoint(LayerCall):
-    """A function that checkpoints a layer, or calls it once if a second run might differ. It takes the place of the
-    function that the layer's switch calls. The layer may change after the patch, so each call compares the state that
-    the judgement depends on."""
+    """Checkpoints a layer, or calls it once if a second run might differ. The layer may change after the patch, so each
+    call compares the state that the judgement depends on."""
 
     def __init__(self, layer: nn.Module | None, place: StackPlace | None = None) -> None:
         super().__init__(layer, place)

@@ -68,9 +68,8 @@ class _BodyOutputs(tuple):
 
 
 class _Stub:
-    """A stand-in for a child of the model. It returns its first floating-point argument, or `outputs` if it has none.
-    Its attributes are those of the child. Its children are stubs. Its tensors are on meta, so that a loss that depends
-    on their values raises an error and stays stock."""
+    """A stand-in for a child of the model with its attributes. It returns its first floating-point argument, or
+    `outputs`. Its tensors are on meta, so a loss that depends on their values raises an error and stays stock."""
 
     def __init__(self, child: nn.Module, outputs: _BodyOutputs) -> None:
         self._child, self._outputs = child, outputs

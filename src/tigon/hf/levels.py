@@ -158,8 +158,7 @@ def _lean_places(model: nn.Module) -> list[nn.Module]:
 
 
 def _make_lean(model: nn.Module, memory: Memory) -> list[Callable[[], None]]:
-    """Let the forwards of the model and its bodies, which may be replacements already, run in a block of `lean`. If the
-    level does not use `lean`, the blocks of an earlier patch are switched off. Return the functions that undo this."""
+    """Let the forwards of the model and its bodies run in `lean`, or not in an earlier patch's; return the undoings."""
     is_lean, in_all = memory.level == "lean", memory.mlp is True
     undo = [_make_place_lean(place, memory, in_all) for place in _lean_places(model) if is_lean or _has_block(place)]
     # The block of a layer adds its options to the block of the model. The first layers are chosen, because backward

@@ -81,8 +81,7 @@ def computes_linear(head: nn.Module) -> bool:
 
 
 def adopt_heads(head: nn.Module, recipe: Any) -> bool:
-    """Install the recipe on linear layers that replace the recognised head; return whether there was such a layer. Only
-    layers of the class `nn.Linear` are accepted. transformers and PEFT create such layers."""
+    """Install the recipe on `nn.Linear` layers that replace the recognised head; return whether there was one."""
     layers = [m for m in linear_heads(head) if type(m) is nn.Linear and find_replacement(m) is None]
     layers = [m for m in layers if not foreign_forward(m)]
     for layer in layers:

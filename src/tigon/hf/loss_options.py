@@ -107,8 +107,7 @@ def _class_with_predictions(cls: type) -> type:
 
 
 def with_predictions(outputs: Any, predictions: dict[str, Tensor]) -> Any:
-    """Add `token_accuracy` and `predicted_tokens` to the output of a model, which is changed in place, and return it. A
-    tuple stays as it is, because its length has a meaning for callers."""
+    """Add `token_accuracy` and `predicted_tokens` to an output, in place, and return it. A tuple stays as it is."""
     if isinstance(outputs, tuple) or not predictions:
         return outputs
     if dataclasses.is_dataclass(type(outputs)) and isinstance(outputs, dict):

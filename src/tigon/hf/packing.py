@@ -90,8 +90,7 @@ def _positions(kwargs: dict[str, Any]) -> Tensor | None:
 def add_boundaries(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Compute the boundaries of packed samples from their positions, in a forward pre-hook. The host waits for a
-    GPU."""
+    """Compute the boundaries of packed samples from positions, in a forward pre-hook. The host waits for a GPU."""
     arguments = {**dict(zip(FIRST_PARAMETERS, args, strict=False)), **kwargs}
     is_given = lambda name: arguments.get(name) is not None
     if boundaries_in(arguments) is not None or is_given("attention_mask") or any(map(is_given, CACHES)):
@@ -122,9 +121,8 @@ def add_boundaries(
 
 
 class PackingWarning:
-    """A forward pre-hook that warns once, at the first packed batch of training. No call waits for a GPU: positions
-    there are checked in one call, and a later call reads the result. The hook is an object and not a closure, because a
-    model is pickled together with its hooks."""
+    """A forward pre-hook that warns at the first packed batch of training. It never waits for a GPU: a later call reads
+    the result. It is an object and no closure, because a model is pickled together with its hooks."""
 
     def __init__(self, text: str) -> None:
         self.text: str | None = text
@@ -155,8 +153,7 @@ class PackingWarning:
 
 
 def add_notes(model: nn.Module, notes: list[str]) -> Callable[[], None]:
-    """Add notes about recurrent layers and heads that are not loaded, and hooks for packed samples; return the
-    undoing."""
+    """Add notes about recurrent layers and unloaded heads, and hooks for packed samples; return the undoing."""
     facts, modules = model_facts(model), [*model.modules()]
     if heads := facts.dropped_heads:
         notes.append(

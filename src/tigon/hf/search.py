@@ -194,8 +194,7 @@ class _Unreadable(str):
 
 
 def _read(recognise: Callable[[nn.Module], Any], module: nn.Module) -> Any:
-    """Return what a recogniser returns, or the error that a module raises when it is read, as a reason. Attributes of a
-    module may be objects of any class, and these may raise anything."""
+    """Return what a recogniser returns, or the error of a module whose attributes cannot be read, as a reason."""
     try:
         return recognise(module)
     except Exception as error:

@@ -71,8 +71,7 @@ class TigonCallback(TrainerCallback):
 
 
 def _patch_model(model: nn.Module, request: Request) -> Report | None:
-    """Patch a model, log the report, and warn if another kernel library has replaced some of its forwards. Without the
-    version of transformers that `tigon.patch` needs, the result is None, and a warning names both versions."""
+    """Patch a model, log the report, and warn of other kernel libraries; return None if transformers is too old."""
     try:
         require_for([*model.modules()])
     except ImportError as error:

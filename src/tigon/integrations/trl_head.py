@@ -174,8 +174,7 @@ class LogitOptions(NamedTuple):
 
 
 def _products_context(hidden: Tensor, weight: Tensor) -> tuple[AbstractContextManager, bool]:
-    """Return the context in which the products have the dtype of the hidden states, and whether it is fp32. Without
-    autocast, TRL casts the weight to the dtype of the hidden states."""
+    """Return the context in which products have the dtype of the hidden states, and whether it is fp32."""
     if hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type):
         return contextlib.nullcontext(), False
     if hidden.dtype in (torch.bfloat16, torch.float16):

@@ -208,8 +208,7 @@ def find_replacement(module: nn.Module) -> Replacement | None:
 
 
 def installed_recipe(module: Any) -> Any:
-    """Return the recipe that is installed on a module, or any object; None without one, or if a wrapper has its
-    place."""
+    """Return the recipe that is installed on a module, or any object; None without one, or behind a wrapper."""
     forward = getattr(module, "__dict__", {}).get("forward")
     # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
     return forward.recipe if type(forward) is Replacement else None
@@ -233,8 +232,7 @@ def _assigned_forward(module: nn.Module) -> Callable | None:
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Return True if a call of the module runs any code besides the forward of its class. Hooks of DeepSpeed do not
-    count. They are on every module, and move its parameters."""
+    """Return True if a call of the module runs code besides the forward of its class, and hooks of DeepSpeed."""
     hooks = (hook for name in HOOK_TABLES for hook in getattr(module, name).values())
     has_hook = has_hooks(module) and not all(map(is_hook_of_deepspeed, hooks))
     return has_hook or _assigned_forward(module) is not None or not has_stock_call(module)

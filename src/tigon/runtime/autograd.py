@@ -51,8 +51,7 @@ def version_of(x: Tensor) -> int:
 
 
 def without_saved_tensor_hooks() -> contextlib.AbstractContextManager:
-    """Return a context in which autograd saves tensors as they are, so that the caller's hooks do not see them. Hooks
-    of checkpoints count the tensors of a forward, and those of offloading copy them to the host."""
+    """Return a context in which autograd saves tensors as they are, unseen by hooks of checkpoints and offloading."""
     if torch.compiler.is_compiling() or saved_tensor_hooks(True) is None:
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)

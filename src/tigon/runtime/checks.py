@@ -32,8 +32,7 @@ def tensor(op: str, **tensors: object) -> None:
 
 
 def floating(op: str, **tensors: Tensor | None) -> None:
-    """Check that each value is None or an fp32, bf16, fp16 or fp64 tensor. The error does not name fp64, because only
-    the references compute it."""
+    """Check that each value is None or an fp32, bf16 or fp16 tensor (or fp64, which only the references compute)."""
     for name, value in tensors.items():
         if value is None:
             continue
@@ -85,9 +84,8 @@ def flag(op: str, **flags: object) -> None:
 def number(
     op: str, name: str, value: object, low: float = -math.inf, high: float = math.inf, *, excludes_low: bool = False
 ) -> float:
-    """Return `value` as a float; check that it is a finite number in [low, high]. With `excludes_low` the interval is
-    (low, high]. Kernels take numbers in fp32, so this must hold after rounding to fp32 too. A tensor is refused: its
-    gradient would be lost, and reading it would wait for the GPU."""
+    """Return `value` as a float; check that it is finite and in [low, high], or (low, high] with `excludes_low`, in
+    fp32 too. A tensor is refused: its gradient would be lost, and reading it would wait for the GPU."""
     if isinstance(value, (Tensor, bool)) or not isinstance(value, (int, float)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
     # The comparison replaces `math.isfinite`, which does not accept the symbols that `torch.compile` uses for numbers.
@@ -177,8 +175,7 @@ def ignore_index(op: str, value: object) -> int:
 
 
 def choice(op: str, name: str, value: object, choices: Sequence[object]) -> None:
-    """Check that `value` is one of `choices` and has the type of that choice. True and 1.0 equal 1, but neither is the
-    number of a dimension. A tensor cannot be compared with a choice."""
+    """Check that `value` is one of `choices` with the type of that choice, as True equals 1. A tensor is refused."""
     if type(value) is str and value in choices:
         return
     if not isinstance(value, (str, int, torch.dtype, NoneType)) or isinstance(value, bool) or value not in choices:

@@ -88,8 +88,7 @@ _records = WeakTensorKeyDictionary()
 
 
 def records_maxima() -> bool:
-    """Return whether maxima are recorded now: not in compiled code, and not in a job of several ranks. A collective
-    writes in place without a new version."""
+    """Return whether maxima are recorded: not in compiled code, nor with ranks, whose collectives write in place."""
     if torch.compiler.is_compiling():
         return False
     return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)

@@ -102,8 +102,7 @@ def unmet(*packages: str, extra: str | None = None) -> str:
 
 
 def needs_triton() -> bool:
-    """Return True on Linux, where the kernels need Triton, and wherever Triton is installed. macOS and Windows have no
-    Triton. Without it, every op runs its reference in torch."""
+    """Return True on Linux, and wherever Triton is installed. Elsewhere every op runs its reference in torch."""
     return sys.platform == "linux" or _installed_version("triton") is not None
 
 
@@ -114,7 +113,6 @@ def require(user: str, *packages: str, extra: str | None = None) -> None:
 
 
 def require_for(modules: "Collection[nn.Module]") -> None:
-    """Check the version of transformers if a class of these modules of a model comes from there. Nothing is
-    imported."""
+    """Check the version of transformers, importing nothing, if a class of these modules comes from there."""
     if any(cls.__module__.partition(".")[0] == "transformers" for m in modules for cls in type(m).__mro__):
         require(f"tigon.patch({type(next(iter(modules))).__name__})", "transformers", extra="hf")

@@ -25,8 +25,7 @@ def origin_of(function: Callable) -> str:
 
 
 def written_in(function: Callable) -> str:
-    """Return the name of the Python module that contains the code of a function. The name in `__module__` may be
-    another one, because `functools.wraps` copies it from the wrapped function."""
+    """Return the Python module that contains the code of a function. `functools.wraps` copies another `__module__`."""
     return getattr(function, "__globals__", {}).get("__name__") or origin_of(function)
 
 

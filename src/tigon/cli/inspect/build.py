@@ -110,8 +110,7 @@ def find_config(model: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def build(config: Any, *, trust_remote_code: bool = False, attention: str | None = "eager") -> tuple[nn.Module, str]:
-    """Return the model of a config on the meta device, and the name of the auto class that builds it. `attention` is
-    its implementation of attention; None lets the model choose."""
+    """Return the model of a config on meta, and the name of its auto class. `attention` None lets the model choose."""
     import transformers
 
     remote = (getattr(config, "auto_map", None) or {}) if trust_remote_code else {}

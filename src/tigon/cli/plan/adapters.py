@@ -14,9 +14,8 @@ WEIGHTS_PER_SCALE, SCALES_PER_SCALE = 64, 256
 
 
 def add_adapters(model: nn.Module, rank: int, dtype: torch.dtype, is_quantised: bool) -> None:
-    """Add adapters to all linear layers but the head of a model on meta, in place, and freeze all other parameters.
-    With `is_quantised`, the weights of the layers that get adapters take 4 bits. A model to which PEFT adds no adapters
-    raises the ValueError of PEFT."""
+    """Add adapters to all linear layers but the head, in place, and freeze all other parameters. With `is_quantised`,
+    the base weights take 4 bits. A model to which PEFT adds no adapters raises PEFT's ValueError."""
     require("A plan with adapters", "peft")
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
@@ -60,8 +59,7 @@ class FourBitLinear(nn.Module):
 
 
 class _FourBitProduct(torch.autograd.Function):
-    """Multiply by the weight of a `FourBitLinear`. Forward and backward each dequantise it, and free it at their
-    end."""
+    """Multiply by the weight of a `FourBitLinear`, which forward and backward each dequantise and free."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FourBitLinear) -> Tensor:

@@ -39,40 +39,30 @@ def symbolic_modes(reach: Reach) -> tuple[bool, ...]:
     return (False, True)[: 1 + ("requires_grad" in reach.names)]
 
 
-def may_see_sizes(reach: Reach, module: nn.Module) -> bool:
-    """Return True unless the names in the code show that it cannot learn the size of a tensor."""
-    facts = map(code_facts, reach.codes)
-    return not _uses_only(WITHOUT_SIZES, reach, module) or any(fact.may_see_sizes for fact in facts)
-
-
 def reads_sizes_only_by_torch(reach: Reach, module: nn.Module) -> bool:
     """Return True if the names in the code show that it can learn a size only from a function of torch. A
     `TorchFunctionMode` sees each call of such a function, also those for an index, a loop or a comparison of a
     tensor."""
     imports = any(code_facts(code).imports for code in reach.codes)
-    return not imports and _uses_only(WITHOUT_SIZES | OF_PYTHON, reach, module)
-
-
-def _uses_only(names: frozenset[str], reach: Reach, module: nn.Module) -> bool:
-    """Return True if the code uses only these names and names of its author. Names of attributes, functions and tables
-    of the model's author are harmless, because `explore` has read the code of these functions too. A name that torch or
-    Python also uses is not harmless, and neither is an attribute or an entry of a table that holds a function or a
-    class of torch or Python."""
-    if not all(_is_harmless(place, names, reach) for place in reach.places):
+    # Names of attributes, functions and tables of the model's author are harmless, because `explore` has read the code
+    # of these functions too. A name that torch or Python also uses is not harmless, and neither is an attribute or an
+    # entry of a table that holds a function or a class of torch or Python.
+    if imports or not all(_is_harmless(place, reach) for place in reach.places):
         return False
     names_of_author = {code.co_name for code in reach.codes}
     names_of_author |= {place.name for place in reach.places if place.how == "item" and isinstance(place.value, dict)}
     for each in module.modules():
         names_of_author.update(vars(each), each._parameters, each._buffers, each._modules)
-    names = names.union(name for name in names_of_author if not any(hasattr(owner, name) for owner in _OWNERS))
+    names = _HARMLESS.union(name for name in names_of_author if not any(hasattr(owner, name) for owner in _OWNERS))
     return all(names.issuperset(code.co_names) for code in reach.codes)
 
 
+_HARMLESS = WITHOUT_SIZES | OF_PYTHON
 # Torch and Python define their names in these objects.
 _OWNERS = torch.Tensor, torch, torch.nn.functional, builtins
 
 
-def _is_harmless(place: Place, names: frozenset[str], reach: Reach) -> bool:
+def _is_harmless(place: Place, reach: Reach) -> bool:
     """Return True if a place holds data, code that `explore` has read, or what torch calls by one of these names."""
     value = place.value
     if is_simple(value) or isinstance(value, (Tensor, nn.Module, types.ModuleType, types.CodeType, dict)):
@@ -84,7 +74,7 @@ def _is_harmless(place: Place, names: frozenset[str], reach: Reach) -> bool:
     # The entries of a table of activations are classes, whose forwards `explore` has read.
     if isinstance(value, type) and issubclass(value, nn.Module):
         return True
-    return place.name in names and any(getattr(owner, place.name, None) is value for owner in _OWNERS)
+    return place.name in _HARMLESS and any(getattr(owner, place.name, None) is value for owner in _OWNERS)
 
 
 def largest_number(reach: Reach) -> int:

@@ -58,8 +58,7 @@ def _add_guard_of_frame(context: Any) -> None:
 
 
 def add_guard_of_object(guard: Any) -> bool:
-    """Add the guard of a function to the graph that Dynamo traces now; return False if that is impossible. No module
-    has this guard as an attribute, so the graph reaches it through a global."""
+    """Add the guard of a function, held by a global, to the graph that Dynamo traces; return False if impossible."""
     try:
         # The graph lives as long as the code that was compiled, so it must not keep a model alive.
         source = global_source("__tigon_guard", weakref.ref(guard))

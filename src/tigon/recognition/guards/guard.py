@@ -59,8 +59,7 @@ class Guard:
         return guard_holds() if torch.compiler.is_dynamo_compiling() else self.is_same(module)
 
     def holds_for_graph(self, subject: Any, fingerprint: tuple) -> bool:
-        """Return True if a graph that was traced for `fingerprint` may run. torch.compile calls this while it traces
-        the module, and without the module before every run of the graph."""
+        """Return True if a graph traced for `fingerprint` may run. Before each run, the module is not given."""
         subject = self.subject() if subject is None else subject
         is_same = self.fingerprint is fingerprint or self.fingerprint == fingerprint
         return subject is not None and is_same and self.is_same(subject)

@@ -49,17 +49,14 @@ class _ActivationSubject(Subject):
 
 
 def recognise_relu2(module: nn.Module) -> ActivationRecipe | str | None:
-    """Recognise a squared ReLU: a module without children and without parameters. A reason is returned only for a
-    module that computes a squared ReLU for some inputs, or whose class is named like one. Other activations are not of
-    this kind."""
+    """Recognise a squared ReLU without children and parameters. A reason needs some equal results, or such a name."""
     name = type(module).__name__.lower()
     is_named = "relu2" in name or ("relu" in name and "squared" in name)
     return _recognise_activation(module, ["relu2"], "a squared ReLU", is_named)
 
 
 def recognise_gelu(module: nn.Module) -> ActivationRecipe | str | None:
-    """Recognise a GELU or one of its approximations: a module without children and without parameters. A reason is
-    returned only for a module that computes a GELU for some inputs. Other activations are not of this kind."""
+    """Recognise a GELU or an approximation, without children and parameters. A reason needs some equal results."""
     return _recognise_activation(module, [name for name in FORMULAS if name.startswith("gelu")], "a GELU", False)
 
 

@@ -275,8 +275,7 @@ def recognise_adapters(module: nn.Module) -> AdapterRecipe | ExpertAdapterRecipe
 
 
 def replaced_modules(layer: nn.Module, recipe: AdapterRecipe | ExpertAdapterRecipe) -> list[nn.Module]:
-    """Return the modules that get the recipe of a layer. Experts have one wrapper for each weight with adapters. All
-    wrappers get the recipe of the outermost one."""
+    """Return the modules that get the recipe of a layer: for experts, the wrapper of each weight with adapters."""
     return wrappers_of(layer)[0] if isinstance(recipe, ExpertAdapterRecipe) else [layer]
 
 

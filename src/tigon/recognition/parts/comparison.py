@@ -48,8 +48,7 @@ Result = TypeVar("Result")
 
 
 def run_probes(compute: Callable[[], Result], module: nn.Module, reach: Reach | None = None) -> Result | str:
-    """Return what `compute` returns, or the reason why the module must keep its forward. With `reach`, everything that
-    the forward reads is restored and compared afterwards."""
+    """Return what `compute` returns, or why the module keeps its forward. `reach` is restored and compared."""
     try:
         with contextlib.nullcontext() if reach is None else reach.preserved(), probing():
             result = compute()
@@ -62,8 +61,7 @@ def run_probes(compute: Callable[[], Result], module: nn.Module, reach: Reach | 
 
 
 def select(subject: Subject, candidates: Sequence[Candidate]) -> tuple[list[Candidate], frozenset[int]]:
-    """Return the candidates with the outputs and the gradients of a module, and the numbers of dimensions it
-    accepts."""
+    """Return the candidates that agree with a module, and the numbers of dimensions that it accepts."""
     selected = list(candidates)
     for twin, inputs in subject.cases():
         if not selected:
@@ -131,8 +129,7 @@ def if_similar(find: Callable[[], Result | str], candidates: Sequence[Callable])
 
 
 def is_as_exact(stock: Tensor, ours: Tensor, exact: Tensor, ours_in_fp32: Tensor) -> bool:
-    """Return True if a candidate is as near to the exact output as the module is, in bf16. In fp32 only the order of
-    sums may differ."""
+    """Return True if a candidate is as near to the exact output as the module, and in fp32 up to the order of sums."""
     if not stock.shape == ours.shape == exact.shape == ours_in_fp32.shape:
         return False
     exact = exact.double()

@@ -38,15 +38,13 @@ LARGEST_DIFFERENCE = 2**-8
 
 
 def _state_of(layer: Any) -> Any:
-    """Return the quantisation state of a layer of bitsandbytes in 4 bits; None for any other layer. Engines that shard
-    parameters may lose the attributes of a parameter. The layer then still has the state."""
+    """Return the quantisation state of a layer of bitsandbytes in 4 bits, or None. Sharded weights may have lost it."""
     state = getattr(getattr(layer, "weight", None), "quant_state", None)
     return getattr(layer, "quant_state", None) if state is None else state
 
 
 def _four_bit_weight(weight: Tensor, state: Any) -> FourBitWeight | None:
-    """Return a weight of bitsandbytes in 4 bits for Tigon's kernel; None if the kernel cannot read it. `state` is the
-    quantisation state. The kernel reads dense tensors on one device, and whole bytes."""
+    """Return a weight of bitsandbytes in 4 bits for Tigon's kernel: dense, on one device, in whole bytes; else None."""
     stored, nested = weight.data, state.state2 if state.nested else None
     quantised_scales = None
     if nested is not None:
@@ -66,9 +64,8 @@ def _four_bit_weight(weight: Tensor, state: Any) -> FourBitWeight | None:
 
 
 def _find_weight(layer: Any, uses_kernel: bool) -> Callable[[], Tensor]:
-    """Return a function that computes the dense weight [O, I] of a layer in 4 bits. The function belongs to the weight
-    that the layer has now, and not to one that replaces it later. With `uses_kernel`, Tigon's kernel computes the
-    weight, if it can read the stored one."""
+    """Return a function that computes the dense weight [O, I] of a layer in 4 bits, with `uses_kernel` by Tigon's
+    kernel. It belongs to the weight that the layer has now, and not to one that replaces it later."""
     from bitsandbytes.functional import dequantize_4bit
 
     weight, state = layer.weight, _state_of(layer)
@@ -122,8 +119,7 @@ class _Result(NamedTuple):
 
 @cached_weakly
 def _known_results(layer: Any) -> list[tuple[Any, dict[tuple[Any, ...], _Result]]]:
-    """Return the list that holds the quantisation state that was compared, and the results by dtypes and device.
-    Threads share them, so both are replaced in one assignment."""
+    """Return the list with the compared state and its results. Threads share it, so both change in one assignment."""
     return [(None, {})]
 
 

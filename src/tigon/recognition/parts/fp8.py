@@ -126,8 +126,7 @@ def _takes(x: Any) -> bool:
 
 
 def _fits(layer: Any, x: Any, has_copies: bool) -> bool:
-    """Return whether FP8 products may replace `F.linear(x, layer.weight, layer.bias)`. `has_copies` is True if the
-    copies of a frozen weight are those of an earlier call."""
+    """Return whether FP8 products may replace `F.linear`. With `has_copies`, those of a frozen weight exist already."""
     if not linears_are_stock() or type(layer).forward is not nn.Linear.forward or has_active_transform():
         return False
     weight, bias = layer.weight, layer.bias

@@ -268,8 +268,7 @@ def _globals_of(forward: types.FunctionType) -> Iterator[tuple[str, types.Functi
 
 
 def passes_boundaries(forward: types.FunctionType, names: set[str]) -> bool:
-    """Return True if a forward calls functions or children with these names, and always passes boundaries on. If a name
-    is that of a list, the forward calls its items, for example in a loop."""
+    """Return True if a forward calls things of these names, or items of such lists, and always passes boundaries."""
     try:
         nodes = list(ast.walk(definition_of(forward)))
     except NotReadable:

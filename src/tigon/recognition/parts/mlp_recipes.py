@@ -136,8 +136,7 @@ class ActivationRecipe(_TensorRecipe):
 
 @dataclass(frozen=True)
 class GLURecipe(_TensorRecipe):
-    """Recipe: `down(act(gate(x)) * up(x))` through the module's children. Without `up`, the output of `gate` contains
-    both factors, packed."""
+    """Recipe: `down(act(gate(x)) * up(x))` through the children. Without `up`, `gate` computes both, packed."""
 
     kind: str
     gate: str

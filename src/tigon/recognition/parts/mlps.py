@@ -78,9 +78,8 @@ class _Projection(nn.Linear):
 
 
 class _VisibleDropout(nn.Dropout):
-    """A dropout of a stand-in that changes its input in a known way, so that its place in the forward shows. In
-    training mode it draws no random numbers. In evaluation mode it returns its input, as the real one does. Each
-    dropout of a stand-in has another shift, so that two of them cannot be confused."""
+    """A dropout of a stand-in that changes its input in a known way, each by another shift, so that its place shows. It
+    draws no random numbers. In evaluation mode it returns its input."""
 
     shift: float
 
@@ -173,9 +172,8 @@ class _MLPSubject(Subject):
             yield self.with_weights(FP32, lambda name, values: values.mul_(100.0), training), self.inputs(FP32, 2, 16)
 
     def special_cases(self, recipe: Any, reach: Reach) -> Iterator[SpecialCase]:
-        """Yield weights of zeros, ones and one sign, mixed dtypes, and widths beyond a number in the code. With weights
-        of one sign, outputs overflow to infinity. The code may treat features beyond an index that it contains in
-        another way."""
+        """Yield weights of zeros, ones and one sign, for which outputs overflow, mixed dtypes, and widths beyond a
+        number in the code, which may treat features beyond an index in another way."""
 
         def align(name: str, values: Tensor) -> None:
             values.abs_()

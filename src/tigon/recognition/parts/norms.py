@@ -47,8 +47,7 @@ DIFFERENT = "computes something else than rms_norm or layer_norm"
 
 @dataclass(frozen=True)
 class _NormSubject(Subject):
-    """Builds stand-ins of a norm and inputs for them. `names` are the names of the parameters. A gated norm takes a
-    second input."""
+    """Builds stand-ins of a norm, whose parameters have these `names`, and inputs. A gated norm takes two."""
 
     module: nn.Module
     names: tuple[str, ...]
@@ -100,8 +99,7 @@ _ACTIVATIONS: tuple[GateActivation, ...] = ("silu", "sigmoid")
 
 
 def _gates(module: nn.Module, width: int) -> Iterator[Gate]:
-    """Yield the ways in which a norm of this width may use a gate. An attribute may hold the size or number of
-    groups."""
+    """Yield the ways in which a norm may use a gate. An attribute may hold the size or number of groups."""
     numbers = {value for value in vars(module).values() if type(value) is int and 1 < value < width}
     divisors = [value for value in sorted(numbers) if width % value == 0]
     sizes = dict.fromkeys([None, *divisors, *(width // value for value in divisors)])

@@ -54,8 +54,7 @@ class FusedRope(FusedFunction):
     def rotate_normalised(
         self, weights: list[Tensor | None], options: dict[str, Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """Normalise each head of the inputs and rotate it, in one kernel; None if `qk_norm_rope` cannot compute this.
-        `weights` are the weights of the norms, and `options` are their other options, as in `qk_norm_rope`."""
+        """Normalise each head with these weights and options, and rotate it, in one kernel; None if impossible."""
         named = self.read(args, kwargs)
         arguments = None if named is None else self._select(named)
         if arguments is None or len(arguments.inputs) != len(weights) or not arguments.has_batch:
@@ -142,8 +141,7 @@ class RopeRecipe(FunctionsRecipe):
     def describe_statements(
         self, module: nn.Module, recipe: FusedStatementsRecipe, recipes: Mapping[nn.Module, Any]
     ) -> FusedStatementsRecipe:
-        """Return the recipe of the fused statements, whose name says whether the norms of queries and keys are
-        fused."""
+        """Return the recipe whose name says whether the norms of queries and keys are fused."""
         is_supported = all(isinstance(form, Form) and form.table == "halves" for _, form in self.forms)
         return recipe.with_head_norms(module, recipes) if is_supported else recipe
 

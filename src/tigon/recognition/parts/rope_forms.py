@@ -307,9 +307,8 @@ def _recognise(
 
 
 def recognise_function(function: types.FunctionType) -> Form | ComplexForm | str | None:
-    """Return the form that computes what a function computes, or the reason why there is none. The result is None if
-    the function does not have the arguments of a rotary embedding. The comparisons use heads of 16 features. They also
-    try tables for a part of the head."""
+    """Return the form that computes what a function computes, a reason, or None for other arguments than those of a
+    rotary embedding. The comparisons also try tables for a part of each head."""
     # A function is compared once for all layers, and again if anything that it reads has been replaced.
     reach = explore(function)
     modes = symbolic_modes(reach)

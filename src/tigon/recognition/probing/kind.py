@@ -16,8 +16,7 @@ LOGGER = logging.getLogger("tigon")
 
 
 def kinds_of(modules: Iterable[nn.Module]) -> dict[nn.Module, Any]:
-    """Return a number for each module, which modules of one kind share. A module whose state cannot be read is its own
-    kind."""
+    """Number the modules; those of one kind share a number. A module that cannot be read is its own kind."""
     numbers: dict[tuple, int] = {}
     kinds: dict[nn.Module, Any] = {}
 
@@ -49,8 +48,7 @@ def kind_of(module: nn.Module, kind_of_child: Callable[[nn.Module], Any] | None 
 
 
 def _describe(value: Any) -> tuple:
-    """Return the type of a value, and the value itself if it is simple or a container of simple values, else its id.
-    The type is included, because 1 and True are equal."""
+    """Return the type of a value (1 == True), and the value if it is simple or holds simple values, else its id."""
     if isinstance(value, (int, float, str, bool, type(None), torch.device, torch.dtype)):
         return type(value), value
     if type(value) in (list, tuple):

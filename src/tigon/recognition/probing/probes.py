@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from tigon.recognition.guards.code_facts import (
     explain_identity,
     has_conditions,
-    may_see_sizes,
     reads_sizes_only_by_torch,
 )
 from tigon.recognition.probing.standin import BF16, FP16, FP32, describe, normal, same_values
@@ -218,8 +217,7 @@ def agrees_in_all_combinations(
     modes: Iterable[bool],
     pairs: Sequence[tuple[torch.dtype, torch.dtype | None]],
 ) -> bool:
-    """Compare in every combination of mode, dtypes, small and other shapes, and gradients. A condition in the forward
-    may depend on several of them at once."""
+    """Compare in all combinations of modes, dtypes, shapes and gradients. A condition may depend on several of them."""
     shapes = dict.fromkeys(SHAPES + SMALL_SHAPES)
     for training, (dtype, weight_dtype), shape in itertools.product(modes, pairs, shapes):
         make, x = functools.partial(subject, weight_dtype, training), subject.inputs(dtype, *shape)
@@ -229,8 +227,7 @@ def agrees_in_all_combinations(
 
 
 def runs_without_contiguity(candidate: Callable, subject: Subject) -> bool:
-    """Return True if the candidate reproduces a forward for an input that is not contiguous. A forward may refuse such
-    an input, as `view` does, or copy it first, which changes the order of sums."""
+    """Return True if the candidate reproduces a forward for an input that is not contiguous, which it may refuse."""
     x = [t.transpose(0, 1) for t in subject.inputs(FP32, 3, 4)]
     stock = subject(FP32)
     try:
@@ -254,8 +251,6 @@ def explain_limits(
     weights) and `dims` (numbers of dimensions). If the code reads `requires_grad`, it also runs with inputs that
     require gradients. If `reads_no_size` holds for a combination, its run with symbolic sizes is skipped, because it
     takes 40 ms."""
-    if not may_see_sizes(reach, subject.module):
-        return None
     modes = modes_of(subject, reach)
     if reason := explain_identity(reach):
         return f"its forward {reason}"

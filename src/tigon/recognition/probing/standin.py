@@ -115,8 +115,7 @@ def copy_in_mode(module: ModuleType, training: bool) -> ModuleType:
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return a module's parameters and buffers, and its tensors that are plain attributes. FSDP1 leaves views of its
-    flat parameters as plain attributes."""
+    """Return parameters, buffers and tensors that are plain attributes, as FSDP1 leaves views of its flat parameter."""
     # `|` is not used: ZeRO-3's dict of parameters does not support copying.
     plain_tensors = ((name, value) for name, value in vars(module).items() if isinstance(value, Tensor))
     return dict([*module._parameters.items(), *module._buffers.items(), *plain_tensors])

@@ -54,8 +54,7 @@ class _SizeWatch(TorchFunctionMode):
 
 
 def reads_no_size(run: Callable, inputs: tuple[Tensor, ...]) -> bool:
-    """Return True if a forward gets nothing but tensors and dtypes from torch, by functions whose results hide sizes.
-    Its code must have no other way to learn a size, see `reads_sizes_only_by_torch`."""
+    """Return True if torch gives a forward only tensors and dtypes. `reads_sizes_only_by_torch` must hold too."""
     watch = _SizeWatch()
     try:
         with watch:
@@ -115,8 +114,7 @@ def find_size_use(run: Callable, reference: Callable, inputs: tuple[Tensor, ...]
 
 
 def _run(run: Callable, inputs: tuple[Tensor, ...], any_width: bool) -> tuple[str | None, dict[str, str]]:
-    """Run a function on tensors without values, whose sizes are symbols. Return why the function cannot be replaced, or
-    None, and the texts of the guards with their places in the code."""
+    """Run a function on tensors with symbolic sizes. Return a reason or None, and the guards with their places."""
     tools = symbolic_tools()
     environment = tools.ShapeEnv(duck_shape=False)
     mode = tools.FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)

@@ -106,9 +106,8 @@ def record(
     mode: str = "",
     text: str = "",
 ) -> bool:
-    """Record one comparison and return `is_same`. The candidate is hashable, and its text is the name that the user
-    reads. `twin` is None for a function. `mode` names further circumstances, such as "gradients", and `text` a
-    difference that is no difference of values."""
+    """Record one comparison and return `is_same`. `twin` is None for a function. `mode` names further circumstances,
+    such as "gradients", and `text` a difference that is no difference of values."""
     if (trials := _current.get()) is not None:
         mismatch = None
         if not is_same:

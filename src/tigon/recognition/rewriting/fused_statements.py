@@ -34,8 +34,7 @@ from tigon.runtime.stock import does_more_than_forward
 
 
 def _arguments(norm: Any, x: Tensor) -> NormArguments | None:
-    """Return the arguments for the op of a patched norm; None if the op cannot compute the norm of x. A norm with hooks
-    is not computed by the op. `norm` may also be a method or a function, because the forward may call any attribute."""
+    """Return the arguments for the op of a patched norm without hooks; None otherwise. `norm` may be any attribute."""
     forward = getattr(norm, "__dict__", {}).get("forward")
     # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
     if type(forward) is not Replacement or type(recipe := forward.recipe) is not RMSNormRecipe:
@@ -91,8 +90,7 @@ class _StartedNorm:
 
 
 def start_norm(rope: Any, norm: nn.Module, x: Any) -> tuple[Any, _StartedNorm | None]:
-    """Return x and its norm, if `norm_rope` may compute the norm together with `rope`, and norm(x) and None otherwise.
-    In graphs, the norm is computed at once, because the compiler fuses it."""
+    """Return x and its norm if `norm_rope` may compute the norm together with `rope`, else norm(x) and None."""
     if torch.compiler.is_compiling() or not hasattr(rope, "rotate_normalised"):
         return norm(x), None
     if isinstance(x, Tensor) and x.dim() == 4 and (arguments := _arguments(norm, x)) is not None:
@@ -251,8 +249,7 @@ def overwritten_children(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
 
 
 def recognise_fused_statements(module: nn.Module) -> FusedStatementsRecipe | str | None:
-    """Recognise a module that adds to a residual before it calls a norm, or calls several linear layers with one
-    input."""
+    """Recognise a module that adds before a norm, or calls several linear layers with one input."""
     forward = _forward_of(module)
     if sum(child is not None for child in module._modules.values()) < 2 or forward is None:
         return None

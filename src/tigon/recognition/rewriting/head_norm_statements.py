@@ -129,8 +129,7 @@ def _find_norm(block: list[ast.stmt], end: int, name: str, outer: ast.stmt | Non
 def fuse_head_norms(
     block: list[ast.stmt], scope: dict[str, Any], number: int
 ) -> tuple[list[ast.stmt], list[str]] | None:
-    """Replace the first norms with a rotary embedding in a block. Return the new block and the norms' names, or
-    None."""
+    """Replace the first norms with a rotary embedding in a block. Return the block and the norms' names, or None."""
     for position, statement in enumerate(block):
         branch = statement if isinstance(statement, ast.If) and not statement.orelse else None
         for inner_position, inner in enumerate(branch.body if branch else [statement]):

@@ -22,8 +22,7 @@ call_impl: Any = getattr(nn.Module, CALL_IMPL, None)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a call of a module runs a hook of this module. This is checked at every call. A loop over
-    `HOOK_TABLES` would take four times as long."""
+    """Return whether a call of a module runs a hook of it. A loop over `HOOK_TABLES` would take four times as long."""
     tables = module.__dict__
     forward_hooks = tables["_forward_hooks"] or tables["_forward_pre_hooks"]
     return bool(forward_hooks or tables["_backward_hooks"] or tables["_backward_pre_hooks"])

@@ -18,8 +18,6 @@ from tigon.runtime.reach.known_names import COMPARISONS, CONVERSIONS, GETTERS, M
 from tigon.runtime.weak_cache import cached_weakly
 
 CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
-# Instructions that may reveal the size of a tensor contain one of these words.
-_SIZES = ("SUBSCR", "SLICE", "UNPACK", "ITER", "COMPARE", "CONTAINS", "IS_OP", "CALL_FUNCTION_EX", "MATCH", "IMPORT")
 _CONDITIONS = ("COMPARE_OP", "IS_OP", "CONTAINS_OP", "UNARY_NOT")
 
 
@@ -48,8 +46,6 @@ class CodeFacts(NamedTuple):
     catches_errors: bool
     # True if the function computes a condition or jumps on one.
     has_conditions: bool
-    # True if an instruction, such as an index or a loop, may depend on a size.
-    may_see_sizes: bool
 
 
 @cached_weakly
@@ -104,13 +100,11 @@ def code_facts(code: types.CodeType) -> CodeFacts:
         tests_identity="IS_OP" in operations,
         catches_errors=count["PUSH_EXC_INFO"] > count["WITH_EXCEPT_START"],
         has_conditions=any(o in _CONDITIONS or ("JUMP" in o and "IF" in o) for o in operations),
-        may_see_sizes=len(codes) > 1 or any(word in o for o in operations for word in _SIZES),
     )
 
 
 def _getters(code: types.CodeType) -> Iterator[tuple[bool, bool]]:
-    """Yield, for each use of a function such as `getattr`, whether it may compute the name, and may find no
-    attribute."""
+    """Yield for each use of a function such as `getattr` whether it may compute the name, and find no attribute."""
     steps = [s for s in dis.get_instructions(code) if s.opname not in ("CACHE", "PRECALL", "PUSH_NULL", "LOAD_ATTR")]
     for i, step in enumerate(steps):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in GETTERS:
