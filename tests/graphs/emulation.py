@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from tigon.graphs import capture, captured_call, forward, obstacles
+from tigon.graphs import calls, capture, captured_call, forward
 
 
 class EmulatedMemory(capture.GraphMemory):
@@ -104,7 +104,7 @@ def emulated_capture(compute, replace, memory, inputs, parameters, *, warms_up):
 
 def emulate(monkeypatch):
     """Let models on the CPU be captured."""
-    monkeypatch.setattr(obstacles, "is_supported", lambda device: True)
+    monkeypatch.setattr(calls, "is_supported", lambda device: True)
     monkeypatch.setattr(forward, "GraphMemory", EmulatedMemory)
     monkeypatch.setattr(capture, "capture", emulated_capture)
     # Here, the host draws the random numbers of the device.

@@ -12,7 +12,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from hf.ways import DEVICE, EXPERTS, assert_same, batch, build, distributed, patch, step, with_op_on_experts
-from tigon.graphs import obstacles
+from tigon.graphs import calls
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 
@@ -124,7 +124,7 @@ def accumulated(rank: int) -> None:
 def graphed(rank: int) -> None:
     """Assert that several ranks run eagerly, with the reason in the report, although their device captures graphs."""
     steps = []
-    with mock.patch.object(obstacles, "is_supported", return_value=True):
+    with mock.patch.object(calls, "is_supported", return_value=True):
         for graphs in (True, False):
             model = build()
             report = patch(model, graphs=graphs)

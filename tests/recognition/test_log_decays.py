@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from recognition.test_mixers import _arguments, _gradients, _mixer
 from tigon.recognition.parts.mixers import recognise_mixer
-from tigon.recognition.rewriting import log_decays
+from tigon.recognition.rewriting import recurrences
 
 pytestmark = pytest.mark.no_interpreter("It compares functions on the CPU.")
 DECAY = "g = -self.taps[:2, 0].float().exp() * F.softplus(g.float() + self.taps[:2, 1])"
@@ -24,8 +24,8 @@ OTHERS = {
 @pytest.fixture
 def decays(monkeypatch) -> list:
     """Return the list to which each call of the op adds its input."""
-    recorded, op = [], log_decays.log_decay
-    monkeypatch.setattr(log_decays, "log_decay", lambda a, *others: recorded.append(a) or op(a, *others))
+    recorded, op = [], recurrences.log_decay
+    monkeypatch.setattr(recurrences, "log_decay", lambda a, *others: recorded.append(a) or op(a, *others))
     return recorded
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tigon.graphs.signature import NotCaptured
+from tigon.graphs.calls import NotCaptured
 from tigon.runtime.compat.graphs import StorageWeakRef, end_allocation, has_storage, storage_users
 from tigon.runtime.counters import shared_in_capture
 
@@ -56,7 +56,6 @@ class GraphMemory:
         return torch.cuda.get_rng_state(self.device)
 
     def set_random_state(self, state: Tensor) -> None:
-        """Set the state of the random numbers of the device."""
         torch.cuda.set_rng_state(state, self.device)
 
     def has_pending_backward(self) -> bool:
@@ -236,7 +235,6 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> 
 
 
 def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
-    """End the capture on the current stream."""
     try:
         graph.capture_end()
     except RuntimeError:

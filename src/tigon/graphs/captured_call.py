@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tigon.graphs.calls import NotCaptured
 from tigon.graphs.capture import map_tensors
-from tigon.graphs.signature import NotCaptured
 from tigon.runtime.compat.autograd import AccumulateGrad
 
 

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from tigon.graphs import capture as capturing
+from tigon.graphs.calls import Call, NotCaptured, bind, check_torch, divide_arguments
 from tigon.graphs.capture import GraphMemory, Pair
 from tigon.graphs.captured_call import compute_call, restored, with_parameters
-from tigon.graphs.obstacles import bind, check_torch
-from tigon.graphs.signature import Call, NotCaptured, divide_arguments
 from tigon.graphs.state import ModelState
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.compat.modules import is_replica

@@ -15,7 +15,6 @@ class _PatchedAutoModel:
 
     @classmethod
     def _build(cls, constructor: str, args: tuple, kwargs: dict[str, Any], patch_options: dict[str, Any] | None) -> Any:
-        """Call a constructor of the auto class of transformers, and patch the model."""
         require(f"tigon.{cls.auto_class}", "transformers", extra="hf")
         import transformers
 

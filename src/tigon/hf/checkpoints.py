@@ -232,7 +232,6 @@ class CheckpointedBody:
     inner: Callable | None = None
 
     def __call__(self, body: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call the body."""
         call = checkpoint_function(body)
         if isinstance(call, LayerCall) and is_switched_on(body) and body.training and torch.is_grad_enabled():
             args, kwargs = self._without_cache(body, args, kwargs, call.place.memory)

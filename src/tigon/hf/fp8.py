@@ -121,7 +121,6 @@ def _explain_experts(experts: Any, recipe: Any) -> str | None:
 
 
 def _expert_weights(experts: Any) -> list[Any]:
-    """Return the weights of both products."""
     return [getattr(experts, name) for name in parameter_names(experts)[:2]]
 
 

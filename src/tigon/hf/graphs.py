@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tigon.graphs.calls import NotCaptured, check_model, parameters_of
 from tigon.graphs.forward import GraphedForward, GraphRecord, Preparation
-from tigon.graphs.obstacles import check_model, parameters_of
 from tigon.graphs.padding import ladder_length
-from tigon.graphs.signature import NotCaptured
 from tigon.hf.checkpoints import layer_calls, transformers_models
 from tigon.hf.packing import add_boundaries
 from tigon.hf.padded_calls import PaddedForward

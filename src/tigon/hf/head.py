@@ -123,7 +123,6 @@ class FusedLoss(threading.local):
         return linears_are_stock() and replacement.holds()
 
     def changed_setting(self, model: nn.Module, head: Any, vocabulary: int) -> str | None:
-        """Return the first setting that has changed, or None."""
         # The weight may be a shard, whose logits a hook gathers. If no setting holds the size of the vocabulary, only
         # this comparison detects the shard.
         if not self.spec.vocabulary_settings and head.out_features != vocabulary:

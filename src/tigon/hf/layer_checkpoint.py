@@ -51,7 +51,6 @@ class LayerCall:
             place.inputs.layers[place.number] = layer
 
     def __call__(self, function: Callable, *args: Any) -> Any:
-        """Call the layer once."""
         if self.place.inputs is not None:
             self.place.inputs.leave_layer(self.place.number)
         if torch.compiler.is_compiling():
@@ -73,7 +72,6 @@ class LayerCheckpoint(LayerCall):
         self.judgement: LayerJudgement | None = None
 
     def __call__(self, function: Callable, *args: Any) -> Any:
-        """Checkpoint the layer, or call it once."""
         if torch.compiler.is_compiling():
             if self.place.inputs is not None:
                 raise RuntimeError(_NOT_COMPILED)

@@ -187,7 +187,6 @@ class Report:
         entry.names.append(name)
 
     def take_notes(self, other: "Report") -> None:
-        """Share the notes of another report."""
         self._notes, self._level_note, self.describe_level = other.notes, other._level_note, other.describe_level
 
     def __len__(self) -> int:

@@ -216,7 +216,6 @@ class ProductPlan:
         _check(getattr(self.cublaslt, function)(object, attribute, ctypes.byref(value), ctypes.sizeof(value)))
 
     def _choose(self, preference: ctypes.c_void_p, tiles: tuple[int, ...]) -> _Algorithm | None:
-        """Return the proposed ping-pong kernel with the first of the tiles, or None."""
         proposals, count = (_Proposal * MAX_PROPOSALS)(), ctypes.c_int()
         left, right, out = self.layouts
         status = self.cublaslt.cublasLtMatmulAlgoGetHeuristic(

@@ -276,7 +276,6 @@ def _count_values(form: _Form) -> int:
 
 
 def _flatten(values: Iterable[Any]) -> list[Any]:
-    """Return the values in order, with the items of each NamedTuple in its place."""
     flat: list[Any] = []
     for value in values:
         if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -138,7 +138,7 @@ def test_the_output_names_the_memory_of_the_host(host_memory):
 
 def test_plot_has_a_line_for_each_level(tmp_path):
     pytest.importorskip("matplotlib")
-    from tigon.cli.plan.plot import draw, lengths
+    from tigon.cli.plan.plan_table import draw, lengths
 
     assert lengths(1024) == (128, 256, 512, 1024, 2048, 4096)
     assert lengths(64) == (128, 256)

@@ -168,7 +168,6 @@ def _checks(part: str, ops: list[str] | None, device: "torch.device", has_kernel
 
 
 def _print_part(console: "Console", part: str, report: "CheckReport", device: "torch.device") -> None:
-    """Print the table of a part."""
     from tigon.cli.check.op_checks import roofline
     from tigon.cli.check.report import outcome_table, speed_table
 

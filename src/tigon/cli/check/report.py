@@ -86,11 +86,9 @@ class CheckReport:
         self.outcomes.append(CheckOutcome(*check[:3], "skipped", NO_TIME))
 
     def count(self, status: str) -> int:
-        """Return the number of checks with this status."""
         return sum(outcome.status == status for outcome in self.outcomes)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the document for the file."""
         counts = {status: self.count(status) for status in ("passed", "failed", "skipped")}
         return {"schema": SCHEMA, **counts, **asdict(self), "seconds": round(self.seconds, 1)}
 

@@ -50,7 +50,6 @@ class Inspection:
         return {group: (count(e for e in part if e.replaced), count(part)) for group, part in entries.items()}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the whole result as values that `json` can write."""
         import transformers
 
         fields = ("part", "module", "count", "replaced", "detail", "names")

@@ -125,8 +125,7 @@ def _run(
     """Plan all levels, print and write the results, and return whether a level fits."""
     from tigon.cli.inspect.build import find_config
     from tigon.cli.plan import planner
-    from tigon.cli.plan.plan_table import as_json, print_plan
-    from tigon.cli.plan.plot import draw, lengths
+    from tigon.cli.plan.plan_table import as_json, draw, lengths, print_plan
 
     console, plot_lengths = make_console(), lengths(settings.seq) if plot is not None else ()
     try:

@@ -127,7 +127,6 @@ class Sharded:
         self.exchanged = total * (gpus - 1) // gpus, (total + gradient_bytes) * (gpus - 1) // gpus
 
     def _shard_size(self, parameters: list[nn.Parameter]) -> int:
-        """Return the bytes of one GPU's shard of these parameters, or of their gradients."""
         dtype_of = lambda p: torch.promote_types(p.dtype, self.dtype) if p.is_floating_point() else p.dtype
         return sum(-(-p.numel() // self.gpus) * dtype_of(p).itemsize for p in parameters)
 

@@ -134,7 +134,6 @@ class PlanSettings:
 
     @property
     def host_budget(self) -> int:
-        """Return the bytes of pinned memory."""
         return int(self.host_memory * GIB)
 
     def load(self, step: Step) -> float:
@@ -159,7 +158,6 @@ class LevelPlan:
     by_length: tuple[Step, ...] = ()
 
     def fits(self, settings: PlanSettings) -> bool:
-        """Return whether the batch of the settings fits."""
         return self.step is not None and settings.load(self.step) <= 1.0
 
 

@@ -103,7 +103,6 @@ class LigerMHC(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the streams [..., S, H] after the layer."""
         if tuple(x.shape[-2:]) != (self.hc, self.c):
             raise ValueError(f"LigerMHC: x must have shape [..., {self.hc}, {self.c}], got {tuple(x.shape)}")
         alphas = self.alpha_pre, self.alpha_post, self.alpha_res

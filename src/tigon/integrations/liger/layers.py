@@ -36,7 +36,6 @@ class LigerRMSNorm(nn.Module):
         self.variance_epsilon, self.offset, self.casting_mode = eps, offset, casting_mode
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the norm over the last dimension, in the dtype of the input."""
         return functional.liger_rms_norm(
             hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode
         )
@@ -52,7 +51,6 @@ class LigerModulatedRMSNorm(LigerRMSNorm):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, elementwise_affine=elementwise_affine)
 
     def forward(self, hidden_states: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """Return the modulated norm. `scale` and `shift` are [H], one row for each sequence [B, H], or [..., H]."""
         return functional.liger_modulated_rms_norm(
             hidden_states, self.weight, scale, shift, self.variance_epsilon, self.offset, self.casting_mode
         )
@@ -68,7 +66,6 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn)
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return the norm of the sum, and the sum."""
         return functional.liger_fused_add_rms_norm(
             hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
         )
@@ -134,15 +131,12 @@ class LigerMegatronRMSNorm(nn.Module):
         self.weight.sequence_parallel = is_sharded  # type: ignore[attr-defined]
 
     def reset_parameters(self) -> None:
-        """Set the factor of each feature to one."""
         nn.init.constant_(self.weight, 1.0 - self._offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the norm of x [..., H] in its dtype."""
         return functional.liger_rms_norm(x, self.weight, self.eps, self._offset)
 
     def extra_repr(self) -> str:
-        """Return the sizes that `print` shows."""
         return f"hidden_size={tuple(self.hidden_size)}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
 
@@ -159,7 +153,6 @@ class LigerLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the norm over the last dimension."""
         return functional.liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
 
 
@@ -177,7 +170,6 @@ class LigerGroupNorm(nn.Module):
         self.bias = nn.Parameter(torch.randn(num_channels) if bias else torch.zeros(num_channels))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the norm over each group of channels."""
         sizes = self.num_channels, self.num_groups, self.variance_epsilon
         return functional.liger_group_norm(hidden_states, self.weight, self.bias, *sizes)
 
@@ -255,5 +247,4 @@ class LigerKLDIVLoss(nn.KLDivLoss):
         self.eps = eps
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
-        """Return KL(y_true || y_pred) for the student's log-probabilities `y_pred` [N, V]."""
         return functional.liger_kl_div(y_pred, y_true, reduction=self.reduction, log_target=self.log_target)

@@ -126,7 +126,6 @@ class LigerFusedLinearPreferenceBase(_LossBase):
 
     @classmethod
     def compute(cls, a: SimpleNamespace, tensors: Tensors) -> tuple[Any, list[Tensor | None]]:
-        """Return the outputs and the gradients for the arguments of the signature."""
         reference, mask = _reference(cls.__name__, a), a.target != a.ignore_index
         names = ("ref_chosen_logps", "ref_rejected_logps")
 
@@ -197,7 +196,6 @@ class LigerFusedLinearPPOBase(_LossBase):
 
     @classmethod
     def compute(cls, a: SimpleNamespace, tensors: Tensors) -> tuple[Any, list[Tensor | None]]:
-        """Return the outputs and the gradients for the arguments of the signature."""
         ref, old, ratio = cls._reference_log_probs(a), a.old_per_token_logps, a.vllm_is_ratio
         if ratio is not None:
             ratio_of_tokens(cls.__name__, ratio, a.attention_mask != 0, a.loss_type)
@@ -242,7 +240,6 @@ class LigerFusedLinearDistillationBase(_LossBase):
 
     @classmethod
     def compute(cls, a: SimpleNamespace, tensors: Tensors) -> tuple[Any, list[Tensor | None]]:
-        """Return the outputs and the gradients for the arguments of the signature."""
         with_hard = a.compute_ce_loss and (a.weight_hard_loss != 0 or a.return_soft_hard_loss)
         count = (a.target != a.ignore_index).sum().clamp(min=1)
         gradients = [None if x is None or not x.requires_grad else torch.zeros_like(x) for x in tensors]

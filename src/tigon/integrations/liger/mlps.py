@@ -33,7 +33,6 @@ class _ConfiguredMLP(nn.Module):
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the MLP of x [..., H]."""
         down: Tensor = self.down_proj(self.gate(self.gate_proj(x), self.up_proj(x)))
         return down
 
@@ -91,7 +90,6 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
         self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the MLP of x [..., H]."""
         product = swiglu(self.gate_proj(x) * self.gate_multiplier, self.up_proj(x))
         down: Tensor = self.down_proj(product) * self.down_multiplier
         return down
@@ -108,7 +106,6 @@ class LigerPhi3SwiGLUMLP(nn.Module):
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the MLP of x [..., H]."""
         down: Tensor = self.down_proj(swiglu(*self.gate_up_proj(x).chunk(2, dim=-1)))
         return down
 
@@ -125,7 +122,6 @@ class LigerBlockSparseTop2MLP(nn.Module):
         self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the MLP of x [..., H]."""
         down: Tensor = self.w2(swiglu(self.w1(x), self.w3(x)))
         return down
 
@@ -144,7 +140,6 @@ class LigerExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of K experts for each token of x [..., H]. Indices and weights are [..., K]."""
         rows = (x.reshape(-1, x.shape[-1]) for x in (top_k_index, top_k_weights))
         y = moe_mlp(hidden_states.reshape(-1, self.hidden_dim), self.gate_up_proj, self.down_proj, *rows)
         return y.view(hidden_states.shape)
@@ -165,7 +160,6 @@ class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
         self.num_shards = num_shards
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the MLP of x [B, L, H] or [L, H]."""
         return _in_tiles(super().forward, x, self.num_shards)
 
 
@@ -180,5 +174,4 @@ class LigerTiledGEGLUMLP(LigerGEGLUMLP):
         self.num_shards = num_shards
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the MLP of x [B, L, H] or [L, H]."""
         return _in_tiles(super().forward, x, self.num_shards)

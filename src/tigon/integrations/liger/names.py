@@ -8,7 +8,6 @@ from torch import nn
 from tigon.integrations.liger import (
     apply,
     chunked,
-    devices,
     functional,
     hyper_connections,
     layers,
@@ -78,7 +77,7 @@ _TRANSFORMERS = {
     **{name: value for name, value in _CLASSES.items() if name not in _MEGATRON | _FURTHER_TRANSFORMERS},
     **apply.APPLY,
     **_pick(apply, "_apply_liger_kernel _apply_liger_kernel_to_instance AutoLigerKernelForCausalLM"),
-    **_pick(devices, "is_transformers_available"),
+    **_pick(apply, "is_transformers_available"),
     **_pick(rotary, "liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb liger_rotary_pos_emb"),
     "LigerSoftmax": softmax.Softmax,
     # Liger has these classes under two names.
@@ -91,7 +90,7 @@ _TRANSFORMERS_MODULES = f"{_SHARED_MODULES} auto_model monkey_patch trainer_inte
 MODULES: dict[str, Table] = {
     "liger_kernel": {},
     "liger_kernel.functional": variants.DISPATCHED,
-    "liger_kernel.utils": _pick(devices, "infer_device is_npu_available is_peft_available"),
+    "liger_kernel.utils": _pick(apply, "infer_device is_npu_available is_peft_available"),
     "liger_kernel.ops": _OPS,
     **{f"liger_kernel.ops.{name}": _OPS for name in _OPS_MODULES.split()},
     "liger_kernel.transformers": _TRANSFORMERS,

@@ -32,7 +32,6 @@ class LigerDyT(nn.Module):
         self.beta = nn.Parameter(torch.zeros(hidden_size)) if beta else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the scaled tanh of x [..., H]."""
         return liger_dyt(x, self.alpha, self.gamma, self.beta)
 
 
@@ -55,7 +54,6 @@ class LigerPolyNorm(nn.Module):
         self.variance_epsilon, self.in_place = eps, in_place
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the norm over the last dimension, in the dtype of the input."""
         return liger_poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
 
 
@@ -103,7 +101,6 @@ class LigerMultiTokenAttention(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
     def forward(self, scores: Tensor) -> Tensor:
-        """Return the mixed weights for scores [B, C, L, L]. Later tokens get the weight zero before and after."""
         return liger_multi_token_attention(scores, self.weight, self.bias, *self.options)
 
 

@@ -59,7 +59,6 @@ def autograd_function(name: str, function: Callable[..., Any], **members: Any) -
 
 
 def _extra_repr(self: Any) -> str:
-    """Return the options that `print` shows."""
     values = {name: getattr(self, name) for name in self.option_names}
     return ", ".join(f"{name}={value!r}" for name, value in values.items() if not isinstance(value, Tensor))
 

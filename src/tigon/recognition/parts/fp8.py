@@ -94,7 +94,6 @@ class FP8Recipe:
         self.is_base, self.caches = True, {}
 
     def clear(self) -> None:
-        """Free all copies."""
         self.caches.clear()
 
     def count_call(self) -> None:
@@ -121,7 +120,6 @@ def mark_bases(layer: nn.Module) -> None:
 
 
 def _takes(x: Any) -> bool:
-    """Return whether x is a dense tensor."""
     return type(x) in PLAIN and x.layout is torch.strided and not x.is_nested
 
 

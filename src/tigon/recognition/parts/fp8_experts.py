@@ -67,7 +67,6 @@ class FP8Experts:
         self.clear()
 
     def clear(self) -> None:
-        """Free all copies."""
         self.copies = StepCache(keeps_copies=False)
 
     def compute(

@@ -73,7 +73,6 @@ class StepCache:
         return is_same and self.addresses == [weight.data_ptr() for weight in weights]
 
     def _renew(self, weights: Sequence[Tensor] | None, keeps_frozen: bool = False) -> None:
-        """Replace the cache by an empty one for these weights, or by None."""
         self.cache = None if weights is None else WeightCache(keeps_frozen)
         self.weights = [weakref.ref(weight) for weight in weights or ()]
         self.addresses = [weight.data_ptr() for weight in weights or ()]

@@ -98,11 +98,9 @@ class FunctionsRecipe(RewrittenForward):
         self.forward = self.forward_for(self.stock)
 
     def watch(self, function: types.FunctionType) -> FunctionGuard:
-        """Return the guard of a function that an op replaces."""
         return FunctionGuard(function)
 
     def with_fused_statements(self) -> "FunctionsRecipe":
-        """Return a recipe that also fuses the statements of the forward."""
         return type(self)(self.cls, self.forms, self.guards, True)
 
     def fuse(self, form: Any, scope: dict[str, Any], name: str, guard: FunctionGuard) -> FusedFunction:

@@ -37,7 +37,7 @@ from tigon.recognition.parts.mixer_functions import (
     watch,
 )
 from tigon.recognition.rewriting.fused_statements import rewrite_forward
-from tigon.recognition.rewriting.repeated_heads import RepeatedHeads
+from tigon.recognition.rewriting.recurrences import RepeatedHeads
 from tigon.recognition.rewriting.source import NotReadable, definition_of, innermost
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
@@ -205,7 +205,6 @@ class FusedConvolution(FusedMixerFunction):
 
 
 def _is_convolution(x: Any, weight: Any, bias: Any) -> bool:
-    """Return True if the op accepts these tensors."""
     tensors = [x, weight] if bias is None else [x, weight, bias]
     if any(type(each) not in PLAIN for each in tensors) or x.dim() != 3 or not x.numel():
         return False
@@ -260,7 +259,6 @@ def _is_empty(cache: Any, module: nn.Module) -> bool:
 
 
 def _globals_of(forward: types.FunctionType) -> Iterator[tuple[str, types.FunctionType]]:
-    """Yield the functions among the globals that a forward names, with their names."""
     function = innermost(forward)
     for name in function.__code__.co_names:
         if isinstance(value := function.__globals__.get(name), types.FunctionType):
@@ -287,7 +285,6 @@ def _name_of(node: ast.AST) -> str | None:
 
 
 def _names_in(node: ast.AST) -> set[str]:
-    """Return the names of the variables and attributes of an expression."""
     return {name for each in ast.walk(node) if (name := _name_of(each)) is not None}
 
 

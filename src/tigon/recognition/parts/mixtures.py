@@ -81,7 +81,6 @@ class MixtureRecipe:
         return getattr(module, roles.shared)(x) + y, logits
 
     def _fits(self, args: tuple, kwargs: dict[str, Any], up: Tensor, down: Tensor) -> bool:
-        """Return True if the op computes what the module computes of these arguments."""
         if len(args) != 1 or kwargs or torch.is_autocast_enabled(up.device.type):
             return False
         tensors = x, _, _ = args[0], up, down

@@ -64,7 +64,6 @@ class Formula(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Return the name of the activation in the report."""
         name, _, variant = self.activation.partition("_")
         return f"{name} ({variant})" if variant else name
 

@@ -59,7 +59,6 @@ class _NormRecipe:
 
     @property
     def live(self) -> tuple[str, ...]:
-        """Return the names of the attributes that the recipe reads in every call."""
         return tuple(name for name in (self.weight, self.bias) if name is not None)
 
     def _read(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None] | None:

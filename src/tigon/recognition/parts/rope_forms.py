@@ -230,7 +230,6 @@ def _complex_cases(function: types.FunctionType, heads: int, batch: int) -> list
 
 
 def _inputs(seed: int, heads: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return queries and keys whose heads are in this dimension."""
     shapes = [(2, n, LENGTH, FEATURES) if heads == 1 else (2, LENGTH, n, FEATURES) for n in HEADS]
     return [normal(seed + i, *shape, dtype=dtype) for i, shape in enumerate(shapes)]
 

@@ -42,7 +42,6 @@ class FusedRouterLoss(FusedFunction):
 
 
 def _accepts(logits: Any, num_experts: Any, top_k: Any, mask: Any) -> bool:
-    """Return True if the op computes what the function computes of these arguments."""
     if not (type(logits) is tuple and logits and type(num_experts) is int and type(top_k) is int):
         return False
     if has_active_transform() or not 0 < top_k <= num_experts:

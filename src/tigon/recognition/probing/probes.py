@@ -192,7 +192,6 @@ def agrees_in_circumstances(candidate: Callable, subject: Subject) -> bool:
 
 
 def _to_meta(twin: nn.Module) -> nn.Module:
-    """Move the parameters of a stand-in to the meta device."""
     for module in twin.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

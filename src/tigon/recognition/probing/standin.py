@@ -174,7 +174,6 @@ def run_forward(twin: nn.Module, *inputs: Tensor) -> Any:
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module, its parameters, its buffers and its children."""
     return {**vars(module), **{k: v for table in REGISTERED for k, v in vars(module)[table].items()}}
 
 

@@ -80,7 +80,6 @@ class _ArgumentWatch(DispatchMode):
 
 
 def _short_name(operator: Any) -> str:
-    """Return the name of an operator that has a schema, without its namespace."""
     return schema_of(operator).name.partition("::")[2]
 
 

@@ -26,7 +26,6 @@ class _AliasTracker:
         self.count = 0
 
     def find_tensors(self, name: str) -> frozenset[int]:
-        """Return the numbers of the tensors that a variable may hold."""
         if name not in self.numbers:
             self.numbers[name] = self.add_tensor()
         return self.numbers[name]

@@ -11,9 +11,9 @@
     k = self.k(hidden).view(shape)         |   q = (p[0] if p else self.q(hidden)).view(shape)
                                            |   k = (p[1] if p else self.k(hidden)).view(shape)
 
-`head_norm_statements`, `repeated_heads` and `log_decays` have further patterns. All other statements stay as their
-author wrote them. Whether `self.norm` is a norm that an op computes is known only when the forward runs; if it is not,
-the three functions do what the original statements do. Another statement between those of a pattern prevents it.
+`head_norm_statements` and `recurrences` have further patterns. All other statements stay as their author wrote them.
+Whether `self.norm` is a norm that an op computes is known only when the forward runs; if it is not, the three functions
+do what the original statements do. Another statement between those of a pattern prevents it.
 """
 
 import ast
@@ -25,8 +25,7 @@ from types import FunctionType
 from typing import NamedTuple
 
 from tigon.recognition.rewriting.head_norm_statements import fuse_head_norms
-from tigon.recognition.rewriting.log_decays import log_decay_of, replace_log_decays
-from tigon.recognition.rewriting.repeated_heads import repeat_heads, replace_repeats
+from tigon.recognition.rewriting.recurrences import log_decay_of, repeat_heads, replace_log_decays, replace_repeats
 from tigon.recognition.rewriting.source import NotReadable, Rewritten, compile_definition, definition_of, innermost
 from tigon.recognition.rewriting.statements import (
     ADD_NORM,
@@ -217,7 +216,6 @@ HARMLESS = frozenset(
 
 
 def _parents(definition: ast.FunctionDef) -> dict[ast.AST, ast.AST]:
-    """Return the parent of each node."""
     return {child: node for node in ast.walk(definition) for child in ast.iter_child_nodes(node)}
 
 

@@ -128,7 +128,6 @@ def _parse_file(text: str, filename: str) -> tuple[ast.Module, CodeType]:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object and all code objects inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -154,7 +154,6 @@ class _Walk(HolderWalk):
             self.holders.append((select, set()))
 
     def visit_elements(self, container: Any, path: str) -> None:
-        """Watch every element of a container."""
         self.reach.containers.append((container, path))
         self.reach.places.append(Place(container, "length", None, len(container), path))
         self.entries.append((path, "length", len(container)))

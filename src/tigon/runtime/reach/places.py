@@ -150,12 +150,10 @@ def _restore_attributes(owner: Any, path: str, before: dict[str, Any]) -> list[s
 
 
 def _items(container: Any) -> list:
-    """Return the elements of a container, or the (key, value) pairs of a dict."""
     return list(container.items()) if isinstance(container, dict) else list(container)
 
 
 def _same_elements(container: Any, before: list) -> bool:
-    """Return True if a container holds the same objects as before."""
     now = _items(container)
     pairs = zip(now, before, strict=False)
     is_dict = isinstance(container, dict)

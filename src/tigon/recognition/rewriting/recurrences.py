@@ -1,20 +1,78 @@
-"""Pass heads of queries and keys to a grouped op without the copies that a forward makes for all heads of the values.
+"""Compute the decay of a linear recurrence by one op, and pass it heads of queries and keys that are not repeated yet.
 
-    q = q.repeat_interleave(n, dim=2)   |   q = repeat_heads(q, n, dim=2)
-    o, s = rule(q, k, v, ...)           |   o, s = rule(q, k, v, ...)
+    g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)   |   log_decay_of(self.A_log, ...)
+    q = q.repeat_interleave(n, dim=2)                                      |   repeat_heads(q, n, dim=2)
 
-The function in place of `rule` takes the result of `repeat_heads`, which holds the heads and their number of copies.
-All later uses of the variable must be arguments of such a function.
+`a` may be any expression. The function in place of a rule takes the result of `repeat_heads`, which holds the heads and
+their number of copies. All later uses of such a variable must be arguments of such a function.
 """
 
 import ast
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.recognition.rewriting.statements import REPEAT_HEADS, single_target
+from tigon.ops.mixers.log_decay import log_decay
+from tigon.recognition.rewriting.statements import LOG_DECAY, REPEAT_HEADS, single_target
+from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.device import PLAIN
+
+SOFTPLUS = F.softplus
+
+
+def log_decay_of(a_log: Any, softplus: Any, a: Any, bias: Any) -> Tensor:
+    """Return -a_log.float().exp() * softplus(a.float() + bias)."""
+    # A compiler fuses these operations itself.
+    if softplus is SOFTPLUS and not torch.compiler.is_compiling() and _is_decay(a, a_log, bias):
+        return log_decay(a, a_log, bias)
+    return -a_log.float().exp() * softplus(a.float() + bias)
+
+
+def _is_decay(a: Any, a_log: Any, bias: Any) -> bool:
+    if any(type(x) not in PLAIN for x in (a, a_log, bias)) or a.dim() == 0 or has_active_transform():
+        return False
+    is_head = a_log.shape == bias.shape == a.shape[-1:]
+    return is_head and a.device == a_log.device == bias.device and a.is_floating_point()
+
+
+class _LogDecays(ast.NodeTransformer):
+    """Replaces the expression, and counts how often."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        match node:
+            case ast.BinOp(
+                ast.UnaryOp(ast.USub(), ast.Call(ast.Attribute(rate, "exp"), [], [])),
+                ast.Mult(),
+                ast.Call(ast.Attribute(_, "softplus") as softplus, [ast.BinOp(x, ast.Add(), bias)], []),
+            ):
+                a_log, a = _widened(rate), _widened(x)
+                if a_log is not None and a is not None:
+                    self.count += 1
+                    name = ast.Name(LOG_DECAY, ast.Load())
+                    return ast.copy_location(ast.Call(name, [a_log, softplus, a, bias], []), node)
+        return node
+
+
+def _widened(node: ast.expr) -> ast.expr | None:
+    """Return x if an expression is `x.float()`."""
+    match node:
+        case ast.Call(ast.Attribute(x, "float"), [], []):
+            return x
+    return None
+
+
+def replace_log_decays(definition: ast.FunctionDef) -> int:
+    """Replace the expressions in a function. Return their number."""
+    transformer = _LogDecays()
+    transformer.visit(definition)
+    return transformer.count
 
 
 class RepeatedHeads(NamedTuple):
