@@ -6,7 +6,8 @@ changed, other models of the process would compute other bits.
 
 import inspect
 import types
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -29,8 +30,8 @@ def computed_function(function: types.FunctionType) -> types.FunctionType:
 class FusedFunction:
     """Takes the place of a global. It runs an op where the op accepts the arguments, else the function of the file."""
 
-    def __init__(self, scope: dict[str, Any], name: str, guard: FunctionGuard) -> None:
-        self.scope, self.name, self.guard = scope, name, guard
+    def __init__(self, scope: dict[str, Any], name: str, form: Any, guard: FunctionGuard) -> None:
+        self.scope, self.name, self.form, self.guard = scope, name, form, guard
         self.stock: types.FunctionType = scope[name]
         self.computed = computed_function(self.stock)
         parameters = inspect.signature(self.stock).parameters.values()
@@ -76,6 +77,8 @@ class FunctionsRecipe(RewrittenForward):
 
     # True for a linear recurrence: its ops take heads that the forward repeats for them, and one op computes its decay.
     is_recurrent = False
+    # The class of the forms without which the forward stays as it is.
+    required_form: ClassVar[type] = object
 
     def __init__(
         self,
@@ -128,3 +131,28 @@ class FunctionsRecipe(RewrittenForward):
 
     def __reduce__(self) -> tuple:
         return type(self), (self.cls, self.forms, self.guards, self.fuses_statements)
+
+
+def globals_of(forward: types.FunctionType) -> Iterator[tuple[str, types.FunctionType]]:
+    """Yield the functions among the globals that a forward names, with their names."""
+    function = innermost(forward)
+    for name in function.__code__.co_names:
+        if isinstance(value := function.__globals__.get(name), types.FunctionType):
+            yield name, value
+
+
+def recognise_functions(
+    module: nn.Module, recipe: type[FunctionsRecipe], recognise: Callable[[types.FunctionType, str], Any]
+) -> Any:
+    """Return the recipe of a module, by the form, the reason or None that `recognise` returns for each function and
+    the Python module of the forward."""
+    stock = inspect.getattr_static(type(module), "forward", None)
+    if not isinstance(stock, types.FunctionType):
+        return None
+    results = [(name, recognise(value, innermost(stock).__module__)) for name, value in globals_of(stock)]
+    forms = tuple((name, form) for name, form in results if form is not None and not isinstance(form, str))
+    if not any(isinstance(form, recipe.required_form) for _, form in forms):
+        return "; ".join(f"{name}: {reason}" for name, reason in results if isinstance(reason, str)) or None
+    if isinstance(reason := rewrite_forward(stock, dict.fromkeys((name for name, _ in forms), stock)), str):
+        return reason
+    return recipe(type(module), forms)

@@ -13,7 +13,6 @@ import functools
 import inspect
 import types
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +24,13 @@ from tigon.ops.mixers.delta_rule_config import fits_kernels
 from tigon.ops.mixers.gated_delta_rule import gated_delta_rule
 from tigon.ops.mixers.kda import kda
 from tigon.recognition.guards.guard import FunctionGuard
-from tigon.recognition.parts.functions import FunctionsRecipe, FusedFunction, computed_function
+from tigon.recognition.parts.functions import (
+    FunctionsRecipe,
+    FusedFunction,
+    computed_function,
+    globals_of,
+    recognise_functions,
+)
 from tigon.recognition.parts.mixer_functions import (
     ACTIVATIONS,
     CONVOLUTION_ARGUMENTS,
@@ -36,9 +41,8 @@ from tigon.recognition.parts.mixer_functions import (
     recognise_function,
     watch,
 )
-from tigon.recognition.rewriting.fused_statements import rewrite_forward
 from tigon.recognition.rewriting.recurrences import RepeatedHeads
-from tigon.recognition.rewriting.source import NotReadable, definition_of, innermost
+from tigon.recognition.rewriting.source import NotReadable, definition_of
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 
@@ -70,8 +74,8 @@ class FusedMixerFunction(FusedFunction):
     """Runs an op in place of a function. Arguments that the function takes and ignores may name boundaries."""
 
     def __init__(self, scope: dict[str, Any], name: str, form: Any, guard: FunctionGuard) -> None:
-        super().__init__(scope, name, guard)
-        self.form, self.ignores_others = form, ignores_other_arguments(self.computed)
+        super().__init__(scope, name, form, guard)
+        self.ignores_others = ignores_other_arguments(self.computed)
         parameters = inspect.signature(self.stock).parameters.values()
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
 
@@ -220,7 +224,7 @@ class MixerRecipe(FunctionsRecipe):
     """The stock forward of a class of mixers, with ops in place of its rule and its convolution."""
 
     part = "mixers"
-    is_recurrent = True
+    is_recurrent, required_form = True, RuleForm
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         caches = [kwargs[name] for name in CACHES if kwargs.get(name) is not None]
@@ -239,7 +243,7 @@ class MixerRecipe(FunctionsRecipe):
         """Return True if the forward passes boundaries of samples on to its rule and its convolution, both ops."""
         if not isinstance(self.stock, types.FunctionType):
             return False
-        similar_names = {name for name, value in _globals_of(self.stock) if form_of(computed_function(value))}
+        similar_names = {name for name, value in globals_of(self.stock) if form_of(computed_function(value))}
         has_convolution = any(isinstance(form, ConvolutionForm) for _, form in self.forms)
         calls_child = not has_convolution and any(isinstance(child, nn.Conv1d) for child in module.children())
         is_complete = similar_names == self.functions.keys() and not calls_child
@@ -256,13 +260,6 @@ def _is_empty(cache: Any, module: nn.Module) -> bool:
     """Return True if a cache of transformers has no state of a layer yet."""
     has_state = getattr(cache, "has_previous_state", True)
     return not (has_state(getattr(module, "layer_idx", None)) if callable(has_state) else has_state)
-
-
-def _globals_of(forward: types.FunctionType) -> Iterator[tuple[str, types.FunctionType]]:
-    function = innermost(forward)
-    for name in function.__code__.co_names:
-        if isinstance(value := function.__globals__.get(name), types.FunctionType):
-            yield name, value
 
 
 def passes_boundaries(forward: types.FunctionType, names: set[str]) -> bool:
@@ -288,21 +285,6 @@ def _names_in(node: ast.AST) -> set[str]:
     return {name for each in ast.walk(node) if (name := _name_of(each)) is not None}
 
 
-def recognise_mixer(module: nn.Module) -> MixerRecipe | str | None:
+def recognise_mixer(module: nn.Module) -> Any:
     """Recognise a module whose forward calls a delta rule. A convolution is replaced only together with a rule."""
-    stock = inspect.getattr_static(type(module), "forward", None)
-    if not isinstance(stock, types.FunctionType):
-        return None
-    forms: list[tuple[str, Any]] = []
-    reasons: list[str] = []
-    for name, value in _globals_of(stock):
-        form = recognise_function(computed_function(value))
-        if isinstance(form, str):
-            reasons.append(f"{name}: {form}")
-        elif form is not None:
-            forms.append((name, form))
-    if not any(isinstance(form, RuleForm) for _, form in forms):
-        return "; ".join(reasons) or None
-    if isinstance(reason := rewrite_forward(stock, dict.fromkeys((name for name, _ in forms), stock)), str):
-        return reason
-    return MixerRecipe(type(module), tuple(forms))
+    return recognise_functions(module, MixerRecipe, lambda value, _: recognise_function(computed_function(value)))

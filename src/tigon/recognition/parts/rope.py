@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from tigon.ops.rotary.qk_norm_rope import qk_norm_rope_of_layer
 from tigon.ops.rotary.rope import can_run_kernels, rotary_size
 from tigon.recognition.guards.guard import FunctionGuard
-from tigon.recognition.parts.functions import FunctionsRecipe, FusedFunction
+from tigon.recognition.parts.functions import FunctionsRecipe, FusedFunction, recognise_functions
 from tigon.recognition.parts.rope_forms import ComplexForm, Form, RopeCall, recognise_function, takes_complex_table
-from tigon.recognition.rewriting.fused_statements import FusedStatementsRecipe, rewrite_forward
-from tigon.recognition.rewriting.source import innermost
+from tigon.recognition.rewriting.fused_statements import FusedStatementsRecipe
 from tigon.runtime.device import runs_kernels
 
 
@@ -37,10 +36,10 @@ class FusedRope(FusedFunction):
     """Runs `rope` in place of a function of queries, keys, `cos` and `sin`."""
 
     def __init__(self, scope: dict[str, Any], name: str, form: Form, guard: FunctionGuard) -> None:
-        super().__init__(scope, name, guard)
+        super().__init__(scope, name, form, guard)
         call = RopeCall.of(self.stock)
         assert call is not None, "recognition found a form, so the function has the arguments of a rotary embedding"
-        self.form, self.call = form, call
+        self.call = call
 
     def compute(self, arguments: dict[str, Any]) -> Any:
         if (rope_arguments := self._select(arguments)) is None:
@@ -121,13 +120,9 @@ class FusedRope(FusedFunction):
 class FusedComplexRope(FusedFunction):
     """Runs `rope` in place of a function of queries, keys and a complex table."""
 
-    def __init__(self, scope: dict[str, Any], name: str, form: ComplexForm, guard: FunctionGuard) -> None:
-        super().__init__(scope, name, guard)
-        self.form = form
-
     def compute(self, arguments: dict[str, Any]) -> Any:
         values = [arguments.get(name) for name in self.names]
-        return self.form(*values) if self.form.accepts(*values) else None  # type: ignore[arg-type]
+        return self.form(*values) if self.form.accepts(*values) else None
 
 
 class RopeRecipe(FunctionsRecipe):
@@ -146,10 +141,8 @@ class RopeRecipe(FunctionsRecipe):
         return recipe.with_head_norms(module, recipes) if is_supported else recipe
 
 
-def _form_of(value: object, module_name: str) -> Form | ComplexForm | str | None:
+def _form_of(value: types.FunctionType, module_name: str) -> Form | ComplexForm | str | None:
     """Return the form of a global that a forward names, a reason, or None if it is no rope function."""
-    if not isinstance(value, types.FunctionType):
-        return None
     if not {"cos", "sin"} <= inspect.signature(value).parameters.keys() and not takes_complex_table(value):
         return None
     origin = inspect.unwrap(value).__module__ or ""
@@ -158,22 +151,6 @@ def _form_of(value: object, module_name: str) -> Form | ComplexForm | str | None
     return recognise_function(value) or "has other arguments than queries, keys, cos and sin"
 
 
-def recognise_rope(module: nn.Module) -> RopeRecipe | str | None:
+def recognise_rope(module: nn.Module) -> Any:
     """Recognise a module whose forward calls a function of `cos` and `sin` that computes what `rope` computes."""
-    stock = inspect.getattr_static(type(module), "forward", None)
-    if not isinstance(stock, types.FunctionType):
-        return None
-    forward = innermost(stock)
-    forms: list[tuple[str, Form | ComplexForm]] = []
-    reasons: list[str] = []
-    for name in forward.__code__.co_names:
-        form = _form_of(forward.__globals__.get(name), forward.__module__)
-        if isinstance(form, (Form, ComplexForm)):
-            forms.append((name, form))
-        elif form:
-            reasons.append(f"{name}: {form}")
-    if not forms:
-        return "; ".join(reasons) or None
-    if isinstance(reason := rewrite_forward(stock, dict.fromkeys((name for name, _ in forms), stock)), str):
-        return reason
-    return RopeRecipe(type(module), tuple(forms))
+    return recognise_functions(module, RopeRecipe, _form_of)

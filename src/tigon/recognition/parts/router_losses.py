@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from tigon.ops.experts.load_balancing import load_balancing_loss, load_balancing_loss_reference
 from tigon.recognition.guards.guard import FunctionGuard
-from tigon.recognition.parts.functions import FunctionsRecipe, FusedFunction
+from tigon.recognition.parts.functions import FunctionsRecipe, FusedFunction, globals_of
 from tigon.recognition.probing.standin import gradients, normal, probing, same_gradients
 from tigon.recognition.rewriting.fused_statements import rewrite_forward
-from tigon.recognition.rewriting.source import innermost
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.reach.explore import explore
@@ -61,7 +60,7 @@ class RouterLossForward(FunctionsRecipe):
     """The stock forward of a class of models, with the op in place of functions that compute the loss of routers."""
 
     def fuse(self, form: Any, scope: dict[str, Any], name: str, guard: FunctionGuard) -> FusedFunction:
-        return FusedRouterLoss(scope, name, guard)
+        return FusedRouterLoss(scope, name, form, guard)
 
 
 def find_router_losses(cls: type[nn.Module]) -> tuple[tuple[str, str], ...]:
@@ -69,17 +68,13 @@ def find_router_losses(cls: type[nn.Module]) -> tuple[tuple[str, str], ...]:
     forward = inspect.getattr_static(cls, "forward", None)
     if not isinstance(forward, types.FunctionType):
         return ()
-    function = innermost(forward)
-    candidates = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-    functions: dict[str, Any] = {name: value for name, value in candidates.items() if _computes_op(value)}
+    functions = {name: value for name, value in globals_of(forward) if _computes_op(value)}
     is_exchangeable = isinstance(rewrite_forward(forward, functions), types.FunctionType)
     return tuple((name, "load_balancing_loss") for name in functions) if is_exchangeable else ()
 
 
-def _computes_op(function: object) -> bool:
-    """Return True if a global that a forward names computes what the op computes."""
-    if not isinstance(function, types.FunctionType):
-        return False
+def _computes_op(function: types.FunctionType) -> bool:
+    """Return True if a function computes what the op computes."""
     parameters = tuple(inspect.signature(function).parameters)
     if len(parameters) != 1 + len(ARGUMENTS) or parameters[1:] != ARGUMENTS:
         return False
