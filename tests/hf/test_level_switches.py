@@ -10,11 +10,7 @@ import torch
 import tigon
 from hf.changes import COPIES, with_adapters
 from memory.runs import count_runs
-from tigon.hf.transformers_private import (
-    checkpoint_function,
-    has_checkpoint_switch,
-    installed_switch_setter,
-)
+from tigon.hf.transformers_private import SWITCH_SETTER, checkpoint_function, has_checkpoint_switch
 from tigon.memory.lean import is_lean, recomputes_mlp
 from tigon.recognition.replacement import find_replacement
 
@@ -151,7 +147,7 @@ def switches_of(model) -> list:
     modules = [(name, m) for name, m in model.named_modules() if has_checkpoint_switch(m)]
     functions = [getattr(checkpoint_function(m), "func", checkpoint_function(m)) for _, m in modules]
     states = [(name, m.gradient_checkpointing, f) for (name, m), f in zip(modules, functions, strict=True)]
-    return [*states, *(name for name, m in model.named_modules() if installed_switch_setter(m) or find_replacement(m))]
+    return [*states, *(name for name, m in model.named_modules() if vars(m).get(SWITCH_SETTER) or find_replacement(m))]
 
 
 @pytest.mark.filterwarnings("ignore:tigon")

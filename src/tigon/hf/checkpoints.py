@@ -29,7 +29,7 @@ from tigon.memory.attention import LayerAttention
 from tigon.memory.layer_inputs import LayerInputs
 from tigon.memory.lean import lean
 from tigon.memory.levels import Memory
-from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
+from tigon.recognition.replacement import find_replacement, foreign_forward, install
 
 # A head is large if the ratio of its parameters to those of a layer exceeds this number. According to `tigon plan`, the
 # peak memory of a step changes by -2 % to +2 % if the last layer runs once and the ratio is at most 5 (Llama-3-8B,
@@ -267,6 +267,6 @@ def _install_body(body: nn.Module) -> Callable[[], None]:
         if each.kind <= each.POSITIONAL_OR_KEYWORD
     ]
     replacement = find_replacement(body)
-    if replacement is not None:
-        return exchange(replacement, CheckpointedBody(tuple(names), replacement.recipe))
-    return (lambda: None) if foreign_forward(body) else install(body, CheckpointedBody(tuple(names)))
+    if replacement is None and foreign_forward(body):
+        return lambda: None
+    return install(body, CheckpointedBody(tuple(names), getattr(replacement, "recipe", None)))

@@ -15,7 +15,7 @@ from tigon.hf.padded_calls import PaddedForward
 from tigon.hf.report import Report
 from tigon.hf.transformers_private import attention_of, is_switched_on, masks_as_in_eager_calls
 from tigon.recognition.parts.mixers import boundaries_in
-from tigon.recognition.replacement import find_recipe, find_replacement, foreign_forward, install
+from tigon.recognition.replacement import exchange, find_recipe, find_replacement, foreign_forward, install
 
 _FURTHER_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
@@ -106,16 +106,5 @@ def install_graphs(model: nn.Module, report: Report) -> list[Callable[[], None]]
         inner = earlier if padded is None else padded.inner
         graphed = GraphedForward(inner, record, prepare_call, check_call_model)
         undo.append(graphed.forget)
-        undo.append(install(place, graphed) if padded is None else _run_inside(padded, graphed))
-    return undo
-
-
-def _run_inside(padded: PaddedForward, graphed: GraphedForward) -> Callable[[], None]:
-    """Let a forward that pads calls run the one with graphs. Return the function that undoes this."""
-    inner, padded.inner = padded.inner, graphed
-
-    def undo() -> None:
-        if padded.inner is graphed:
-            padded.inner = inner
-
+        undo.append(install(place, graphed) if padded is None else exchange(padded, "inner", graphed))
     return undo

@@ -22,21 +22,19 @@ from tigon.hf.checkpoints import (
 )
 from tigon.hf.layer_checkpoint import LayerCall, LayerCheckpoint
 from tigon.hf.transformers_private import (
-    call_switch_setter,
+    SWITCH_SETTER,
     checkpoint_function,
     checkpoint_settings,
     has_switch_setter,
-    installed_switch_setter,
     is_checkpoint_layer,
     is_switched_on,
-    replace_switch_setter,
     set_switch,
     switch_state,
 )
 from tigon.memory.lean import lean, share_reachable_states
 from tigon.memory.levels import MEMORY, Memory, parse_memory
 from tigon.memory.repeating import ReachableStates
-from tigon.recognition.replacement import find_recipe, find_replacement, foreign_forward, install
+from tigon.recognition.replacement import exchange, find_recipe, find_replacement, foreign_forward, install
 from tigon.runtime.compat.names import NAMES_FOR_LEAN, NAMES_FOR_OFFLOAD, require_names
 
 
@@ -129,21 +127,20 @@ class LeanForward:
     """Recipe that runs the forward of the module's class, or another recipe, in a block of `lean`."""
 
     inner: Callable | None
-    memory: Memory
-    # True if the block also recomputes the gate and up projections. A number of layers does not include all blocks.
-    mlp: bool
+    # The level, and True if the block also recomputes the gate and up projections, as not all blocks may do.
+    setting: tuple[Memory, bool]
     # The snapshots of the state that projections read. They are freed with the model.
     reachable_states: ReachableStates = field(default_factory=weakref.WeakKeyDictionary, repr=False)
 
     def __reduce__(self) -> tuple:
-        return LeanForward, (self.inner, self.memory, self.mlp)
+        return LeanForward, (self.inner, self.setting)
 
     def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        function = self.inner or type(model).forward
-        if self.memory.level != "lean":
+        function, (memory, mlp) = self.inner or type(model).forward, self.setting
+        if memory.level != "lean":
             return function(model, *args, **kwargs)
-        with lean(mlp=self.mlp):
-            if self.mlp:
+        with lean(mlp=mlp):
+            if mlp:
                 share_reachable_states(self.reachable_states)
             return function(model, *args, **kwargs)
 
@@ -177,23 +174,16 @@ def _has_block(module: nn.Module) -> bool:
 
 def _make_place_lean(module: nn.Module, memory: Memory, mlp: bool) -> Callable[[], None]:
     installed = find_recipe(module, LeanForward)
-    if installed is None:
-        inner = getattr(find_replacement(module), "recipe", None)
-        return install(module, LeanForward(inner, memory, mlp))
-    earlier = installed.memory, installed.mlp
-    installed.memory, installed.mlp = memory, mlp
-
-    def undo() -> None:
-        if installed.memory is memory:
-            installed.memory, installed.mlp = earlier
-
-    return undo
+    if installed is not None:
+        return exchange(installed, "setting", (memory, mlp))
+    return install(module, LeanForward(getattr(find_replacement(module), "recipe", None), (memory, mlp)))
 
 
 def find_lean_level(model: nn.Module) -> Memory | None:
     """Return the level with `lean` that a model, or a module in it, has; None if it has no such level."""
     recipes = (find_recipe(module, LeanForward) for module in model.modules())
-    return next((recipe.memory for recipe in recipes if recipe is not None and recipe.memory.level == "lean"), None)
+    levels = (recipe.setting[0] for recipe in recipes if recipe is not None)
+    return next((memory for memory in levels if memory.level == "lean"), None)
 
 
 def warn_of_useless_level(model: nn.Module, stacklevel: int) -> None:
@@ -230,7 +220,7 @@ class LevelSwitch:
                 "tigon: this model is a shallow copy (copy.copy) of a model that was deleted; use copy.deepcopy"
             )
         calls = layer_calls(model)
-        call_switch_setter(model, enable, *args, **kwargs)
+        getattr(type(model), SWITCH_SETTER)(model, enable, *args, **kwargs)
         for module, call in calls.items():
             call.stock_state = switch_state(module)
             set_switch(module, call, enable)
@@ -252,13 +242,13 @@ def _watch_switches(model: nn.Module) -> Callable[[], None]:
     models = [module for owner in transformers_models(model) for module in owner.modules() if has_switch_setter(module)]
     for each in models:
         # A model and a copy of it by `copy.copy` have the same attributes.
-        if getattr(installed_switch_setter(each), "model", lambda: None)() is not each:
-            replace_switch_setter(each, LevelSwitch(each))
+        if getattr(vars(each).get(SWITCH_SETTER), "model", lambda: None)() is not each:
+            vars(each)[SWITCH_SETTER] = LevelSwitch(each)
 
     def undo() -> None:
         for each in models:
             # A later patch may have given the model another level.
             if not layer_calls(each) and find_lean_level(each) is None:
-                replace_switch_setter(each, None)
+                vars(each).pop(SWITCH_SETTER, None)
 
     return undo

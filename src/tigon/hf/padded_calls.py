@@ -23,7 +23,7 @@ from tigon.hf.checkpoints import transformers_models
 from tigon.hf.head import CausalLMForward
 from tigon.hf.loss_function import LossFunction
 from tigon.hf.transformers_private import builds_mask, model_facts
-from tigon.recognition.replacement import find_recipe, find_replacement, foreign_forward, install
+from tigon.recognition.replacement import exchange, find_recipe, find_replacement, foreign_forward, install
 from tigon.recognition.rewriting.source import NotReadable, definition_of, innermost
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.reach.code import code_facts
@@ -221,8 +221,7 @@ def _pad_place(place: nn.Module, recipe: PaddedForward) -> Callable[[], None]:
     """Install the recipe on a model or its body, or give its lengths to the one that is installed."""
     installed = find_recipe(place, PaddedForward)
     if installed is not None:
-        earlier, installed.buckets = installed.buckets, recipe.buckets
-        return lambda: setattr(installed, "buckets", earlier)
+        return exchange(installed, "buckets", recipe.buckets)
     if find_replacement(place) is None and foreign_forward(place):
         return lambda: None
     uninstall = install(place, recipe)

@@ -117,7 +117,7 @@ def masks_as_in_eager_calls() -> Iterator[None]:
 # The second attribute is the function that calls the layer.
 _SWITCH = "gradient_checkpointing", "_gradient_checkpointing_func"
 # The method that sets both attributes of all modules in a model.
-_SETTER = "_set_gradient_checkpointing"
+SWITCH_SETTER = "_set_gradient_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,13 @@ def checkpoint_refusal(model: nn.Module) -> str | None:
         return f"{name} does not support gradient checkpointing (supports_gradient_checkpointing is False)"
     if not any(map(has_checkpoint_switch, model.modules())):
         return f"no layer of {name} has the switch {_SWITCH[0]}"
-    if not hasattr(model, _SETTER):
-        return str(_missing(f"PreTrainedModel.{_SETTER}"))
+    if not hasattr(model, SWITCH_SETTER):
+        return str(_missing(f"PreTrainedModel.{SWITCH_SETTER}"))
     if not has_switch_setter(model):
-        return f"the method {_SETTER} of {name} takes no function for checkpointing"
+        return f"the method {SWITCH_SETTER} of {name} takes no function for checkpointing"
     # Without the second name, a layer would be checkpointed even if a second run of it might differ.
-    if not _uses(type(model), _SETTER, _SWITCH[1]):
-        return str(_missing(f"{_SWITCH[1]} in PreTrainedModel.{_SETTER}"))
+    if not _uses(type(model), SWITCH_SETTER, _SWITCH[1]):
+        return str(_missing(f"{_SWITCH[1]} in PreTrainedModel.{SWITCH_SETTER}"))
     return None
 
 
@@ -184,25 +184,8 @@ def has_switch_setter(model: nn.Module) -> bool:
     """Return whether the class of a model has the method that sets the switches of its modules. Without it, a memory
     level is lost when `gradient_checkpointing_enable` is called; the report says so. The method has another signature
     in old code of models on the hub."""
-    setter = getattr(type(model), _SETTER, None)
+    setter = getattr(type(model), SWITCH_SETTER, None)
     return setter is not None and "value" not in inspect.signature(setter).parameters
-
-
-def call_switch_setter(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Set the switches of all modules in a model by the method of its class."""
-    getattr(type(model), _SETTER)(model, *args, **kwargs)
-
-
-def installed_switch_setter(model: nn.Module) -> Callable | None:
-    """Return the function that replaces the method of the class on a model; None if the model has none."""
-    return vars(model).get(_SETTER)
-
-
-def replace_switch_setter(model: nn.Module, setter: Callable | None) -> None:
-    """Replace the method of the class on a model by a function. None removes the earlier replacement."""
-    vars(model).pop(_SETTER, None)
-    if setter is not None:
-        vars(model)[_SETTER] = setter
 
 
 def checkpoint_settings(

@@ -288,7 +288,7 @@ def _undecorated_forward(cls: Any) -> Any:
 def install(module: nn.Module, recipe: Callable, guard: Any = None) -> Callable[[], None]:
     """Give a module the forward `recipe`, as long as its guard holds."""
     if (installed := find_replacement(module)) is not None:
-        return exchange(installed, recipe)
+        return exchange(installed, "recipe", recipe)
     replacement, attributes, slot = Replacement(module, recipe, guard), vars(module), forward_slot(module)
     # pickle restores attributes in this order, and the forward that accelerate has assigned needs the replacement.
     attributes[REPLICATE] = replacement.replicate
@@ -312,15 +312,11 @@ def _bind_wrapper(wrapper: FunctionType, forward: Callable) -> None:
     vars(wrapper)["__wrapped__"] = forward
 
 
-def exchange(replacement: Replacement, recipe: Callable) -> Callable[[], None]:
-    """Give a replacement another recipe. Return a function that gives it the old recipe back."""
-    before, replacement.recipe = replacement.recipe, recipe
-
-    def undo() -> None:
-        if replacement.recipe is recipe:
-            replacement.recipe = before
-
-    return undo
+def exchange(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute. Return a function that restores the earlier value, unless it has been set again."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, before) if getattr(owner, name) is value else None
 
 
 def uninstall(module: nn.Module, replacement: Replacement) -> None:
