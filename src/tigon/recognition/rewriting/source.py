@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
+
+from tigon.runtime.weak_cache import cached_weakly
 
 Cached = TypeVar("Cached", bound=Callable)
 # Python 3.12 and later need this field of classes and functions. Older versions ignore it.
@@ -62,21 +63,14 @@ def is_unchanged(state: CodeState) -> bool:
 
 
 def cached_by_code(compute: Cached) -> Cached:
-    """Cache the results of a function of a function, until its first argument has other code or is freed. A result must
-    not refer to this argument; it may be a `Rewritten`. Further arguments are hashable. The attribute `cache_clear` of
-    the decorated function empties the cache."""
-    results: WeakKeyDictionary[FunctionType, tuple[tuple[CodeType, ...], dict[tuple, Any]]] = WeakKeyDictionary()
+    """Cache the results of a function of a function, as `cached_weakly` does, as long as that function has its code."""
+    results: Any = cached_weakly(lambda function, codes, *arguments: compute(function, *arguments))
 
     @functools.wraps(compute)
     def look_up(function: FunctionType, *arguments: Any) -> Any:
-        codes = tuple(each.__code__ for each in _chain(function))
-        if (entry := results.get(function)) is None or entry[0] != codes:
-            entry = results[function] = codes, {}
-        if arguments not in entry[1]:
-            entry[1][arguments] = compute(function, *arguments)
-        return entry[1][arguments]
+        return results(function, tuple(each.__code__ for each in _chain(function)), *arguments)
 
-    vars(look_up)["cache_clear"] = results.clear
+    vars(look_up)["cache_clear"] = results.cache_clear
     return cast(Cached, look_up)
 
 

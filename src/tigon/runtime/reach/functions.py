@@ -16,21 +16,8 @@ from typing import Any
 import torch
 
 from tigon.runtime.compat.operators import NAMESPACE_TYPES
+from tigon.runtime.reach import known_names as known
 from tigon.runtime.reach.code import CONSTRUCTORS, CodeFacts, code_facts
-from tigon.runtime.reach.known_names import (
-    DEVICES,
-    EVASIONS,
-    FACTS_OF_TENSORS,
-    GETTERS,
-    IMPURE,
-    IMPURE_BUILTINS,
-    IMPURE_TORCH,
-    MODE_SETTERS,
-    MODES,
-    MUTATORS,
-    TRUSTED,
-    WRITING_OPERATORS,
-)
 from tigon.runtime.reach.objects import is_trusted_function, package_of, wrapped_function
 from tigon.runtime.reach.places import REGISTERED, Place, Reach
 
@@ -163,20 +150,20 @@ class FunctionWalk:
         code, reach = function.__code__, self.reach
         locate = _locator(function)
         reach.writes += [f"writes {target} {locate(line)}" for target, line in facts.writes]
-        impure_builtins = {n for n in IMPURE_BUILTINS & facts.global_names if n not in function.__globals__}
+        impure_builtins = {n for n in known.IMPURE_BUILTINS & facts.global_names if n not in function.__globals__}
         reach.writes += [
             f"calls {n} {locate(code.co_firstlineno)}" for n in sorted(impure_builtins) if hasattr(builtins, n)
         ]
         used = facts.attributes | facts.global_names
         reach.writes += [
-            f"sets a mode of torch, by {n} {locate(code.co_firstlineno)}" for n in sorted(MODE_SETTERS & used)
+            f"sets a mode of torch, by {n} {locate(code.co_firstlineno)}" for n in sorted(known.MODE_SETTERS & used)
         ]
         # Code that calls `__init__` by its name may pass any object to it.
         if "__init__" in facts.attributes and function.__name__ not in CONSTRUCTORS:
             reach.writes.append(f"may write attributes, by __init__ {locate(code.co_firstlineno)}")
-        for name in sorted(facts.attributes & FACTS_OF_TENSORS):
+        for name in sorted(facts.attributes & known.FACTS_OF_TENSORS):
             self.refuse(f"reads .{name}, on which its result may depend")
-        for name in sorted(used & EVASIONS):
+        for name in sorted(used & known.EVASIONS):
             self.refuse(f"uses {name}, with which it may hide how it decides by its input")
         for name in sorted(facts.imports):
             if name in sys.modules:
@@ -199,7 +186,7 @@ class FunctionWalk:
             # Code of transformers passes devices on. The types of its models are tested one by one.
             is_known = package_of(function.__globals__.get("__name__")) == "transformers"
             may_compare = not is_known and (has_conditions or bool(facts.attributes & {"type", "get"}))
-            by_device = "device" in facts.attributes and (may_compare or bool(facts.strings & DEVICES))
+            by_device = "device" in facts.attributes and (may_compare or bool(facts.strings & known.DEVICES))
             by_device &= not _is_helper(function)
             # In a run with symbolic sizes, a size is no int.
             by_type = facts.tests_types and (names_number or {"int", "float", "bool"} & facts.global_names)
@@ -218,7 +205,7 @@ class FunctionWalk:
                 self.reach.writes.append(f"may write attributes by their dict {place}")
             names = facts.attributes | facts.global_names | {*function.__code__.co_freevars}
             for method, line in facts.item_writes:
-                is_operator = method not in MUTATORS or method.startswith("__")
+                is_operator = method not in known.MUTATORS or method.startswith("__")
                 for path, name, container in containers:
                     if name in names if is_operator else hasattr(container, method):
                         self.reach.writes.append(f"may write to {path}, by {method} {_locator(function)(line)}")
@@ -244,31 +231,35 @@ class FunctionWalk:
         """Refuse a function of compiled code that may write. Describe the object that a bound method belongs to."""
         owner, name = getattr(function, "__self__", None), function.__name__
         package = package_of(getattr(function, "__module__", None) or getattr(owner, "__name__", None))
-        if owner is not None and not isinstance(owner, (types.ModuleType, type)) and package not in TRUSTED:
-            if name in MUTATORS:
+        if owner is not None and not isinstance(owner, (types.ModuleType, type)) and package not in known.TRUSTED:
+            if name in known.MUTATORS:
                 self.reach.writes.append(f"may write to {path}.__self__, by {name}")
             self.describe(owner, f"{path}.__self__")
-        elif package in IMPURE or name in IMPURE_BUILTINS or (package == "_operator" and name in WRITING_OPERATORS):
+        elif (
+            package in known.IMPURE
+            or name in known.IMPURE_BUILTINS
+            or (package == "_operator" and name in known.WRITING_OPERATORS)
+        ):
             self.reach.writes.append(f"calls {name}, which does more than compute")
-        elif package not in TRUSTED | {"numpy"}:
+        elif package not in known.TRUSTED | {"numpy"}:
             self.reach.writes.append(f"calls {path}, a function of {package} that may write")
-        elif package == "builtins" and name in GETTERS:
+        elif package == "builtins" and name in known.GETTERS:
             self.refuse(f"uses {name} by the name {path}")
         else:
             self.refuse_impure_torch(name, path)
 
     def refuse_impure_torch(self, name: str, path: str) -> None:
         """Refuse a function of a trusted package that depends on more than its arguments."""
-        if name in IMPURE_TORCH:
+        if name in known.IMPURE_TORCH:
             self.reach.writes.append(f"calls {path}, which does more than compute")
-        if name in MODES | EVASIONS:
+        if name in known.MODES | known.EVASIONS:
             self.refuse(f"reads {path}, on which its result may depend")
 
     # --- attributes of trusted Python modules ------------------------------------------------------
 
     def visit_links(self, module: Any, facts: CodeFacts, path: str) -> None:
         """Watch the attributes of a trusted Python module, such as torch, that one function may read."""
-        if not isinstance(module, types.ModuleType) or package_of(module.__name__) not in TRUSTED:
+        if not isinstance(module, types.ModuleType) or package_of(module.__name__) not in known.TRUSTED:
             return
         if isinstance(module, NAMESPACE_TYPES):
             self.refuse(f"calls operators of {path}, whose code is not read")
@@ -279,7 +270,7 @@ class FunctionWalk:
             if value is module or value is torch.classes or (id(attributes), name) in self.links:
                 continue
             # The name may be that of an attribute of another object.
-            if package_of(type(value).__module__) in IMPURE:
+            if package_of(type(value).__module__) in known.IMPURE:
                 continue
             self.watch_link(attributes, name, f"{path}.{name}")
             self.visit_links(value, facts, f"{path}.{name}")
