@@ -33,10 +33,8 @@ class AdaptedHeadForward(AdapterRecipe):
         if call is not None and call.layer is layer and call.loss is None and len(args) == 1 and not kwargs:
             adapted = self.read(layer, args[0])
             if isinstance(adapted, AdaptedCall) and adapted.base is call.head:
-                head_forward: Any = find_replacement(call.head)
-                output = head_forward.recipe.compute_loss(
-                    call.head, args[0], low_rank_factors(args[0], adapted.adapters)
-                )
+                forward: Any = find_replacement(call.head)
+                output = forward.recipe.compute_loss(call.head, args[0], low_rank_factors(args[0], adapted.adapters))
                 if output is not None:
                     return output
         return super().__call__(layer, *args, **kwargs)

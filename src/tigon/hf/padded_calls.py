@@ -84,9 +84,7 @@ def _builds_causal_mask(module: nn.Module) -> bool:
         function = innermost(forward)
         names = code_facts(function.__code__).global_names
         masks = {name: function.__globals__.get(name) for name in names}
-        builders = {
-            n for n, f in masks.items() if f is not None and builds_mask(f) and "bidirectional" not in f.__name__
-        }
+        builders = {n for n, f in masks.items() if f and builds_mask(f) and "bidirectional" not in f.__name__}
         if not builders or not written_in(function).startswith("transformers."):
             return False
         nodes = [*ast.walk(definition_of(forward))]

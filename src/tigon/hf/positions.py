@@ -79,8 +79,6 @@ class NumberingForward(RewrittenForward):
 
     def for_call(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Callable:
         """Return the function that computes the forward of the body for these arguments."""
-        has_positions = len(args) > 1 or any(
-            kwargs.get(name) is not None for name in ("position_ids", "attention_mask")
-        )
+        has_positions = len(args) > 1 or any(kwargs.get(n) is not None for n in ("position_ids", "attention_mask"))
         stock = type(body).forward
         return stock if has_positions or torch.jit.is_tracing() else self.forward_for(stock) or stock

@@ -89,9 +89,7 @@ def number(
     if isinstance(value, (Tensor, bool)) or not isinstance(value, (int, float)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
     # The comparison replaces `math.isfinite`, which does not accept the symbols that `torch.compile` uses for numbers.
-    is_in_range = (
-        -_LARGEST <= value <= _LARGEST and (low + _SMALLEST if excludes_low else low) <= value and value <= high
-    )
+    is_in_range = -_LARGEST <= value <= _LARGEST and (low + _SMALLEST if excludes_low else low) <= value <= high
     if not is_in_range:
         finite = "finite in float32" if -math.inf < value < math.inf and abs(value) > _LARGEST else "finite"
         if high < math.inf:

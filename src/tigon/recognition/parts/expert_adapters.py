@@ -189,9 +189,7 @@ def _small_copy(wrappers: Sequence[Any], experts: Any, **state: Any) -> Any:
             "lora_A": {name: layer(20 * number + rank, inputs, rank) for name, rank in sizes.items()},
             "lora_B": {name: layer(20 * number + rank + 1, rank, outputs) for name, rank in sizes.items()},
         }
-        children = (
-            dict(wrapper._modules) | {"base_layer": twin} | {n: nn.ModuleDict(each) for n, each in layers.items()}
-        )
+        children = dict(wrapper._modules) | {"base_layer": twin} | {n: nn.ModuleDict(x) for n, x in layers.items()}
         attributes = {
             "scaling": {"first": 0.75, "second": 1.5}, "merged_adapters": [], "_active_adapter": ["first"],
             "_disable_adapters": False, "num_experts": EXPERTS, "in_features": inputs, "out_features": outputs,

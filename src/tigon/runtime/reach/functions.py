@@ -149,18 +149,14 @@ class FunctionWalk:
         """Add the reasons for which the code of a function alone prevents a replacement."""
         code, reach = function.__code__, self.reach
         locate = _locator(function)
+        place, used = locate(code.co_firstlineno), facts.attributes | facts.global_names
+        impure_builtins = (known.IMPURE_BUILTINS & facts.global_names) - function.__globals__.keys()
         reach.writes += [f"writes {target} {locate(line)}" for target, line in facts.writes]
-        impure_builtins = {n for n in known.IMPURE_BUILTINS & facts.global_names if n not in function.__globals__}
-        reach.writes += [
-            f"calls {n} {locate(code.co_firstlineno)}" for n in sorted(impure_builtins) if hasattr(builtins, n)
-        ]
-        used = facts.attributes | facts.global_names
-        reach.writes += [
-            f"sets a mode of torch, by {n} {locate(code.co_firstlineno)}" for n in sorted(known.MODE_SETTERS & used)
-        ]
+        reach.writes += [f"calls {name} {place}" for name in sorted(impure_builtins) if hasattr(builtins, name)]
+        reach.writes += [f"sets a mode of torch, by {name} {place}" for name in sorted(known.MODE_SETTERS & used)]
         # Code that calls `__init__` by its name may pass any object to it.
         if "__init__" in facts.attributes and function.__name__ not in CONSTRUCTORS:
-            reach.writes.append(f"may write attributes, by __init__ {locate(code.co_firstlineno)}")
+            reach.writes.append(f"may write attributes, by __init__ {place}")
         for name in sorted(facts.attributes & known.FACTS_OF_TENSORS):
             self.refuse(f"reads .{name}, on which its result may depend")
         for name in sorted(used & known.EVASIONS):
@@ -169,7 +165,7 @@ class FunctionWalk:
             if name in sys.modules:
                 self.describe(sys.modules[name], name)
             else:
-                reach.writes.append(f"imports {name} {locate(code.co_firstlineno)}")
+                reach.writes.append(f"imports {name} {place}")
 
     def add_tests_of_types(self) -> None:
         """Refuse code that tests the type of an object and names a child with weights, whose type no probe has."""

@@ -113,16 +113,15 @@ class HolderWalk(FunctionWalk):
 
     def visit_children(self, attributes: dict[str, Any], path: str, owner: nn.Module | None) -> None:
         """Visit the children without tensors, and the searched ones. Watch that they stay the same objects."""
-        for name, child in attributes["_modules"].items():
+        children = attributes["_modules"]
+        for name, child in children.items():
             child_path = f"{path}.{name}"
             is_searched = any(child is each for each in self.searched)
             if owner is None and child is not None and holds_tensors(child) and not is_searched:
                 self.visit_child_with_tensors(child, name, child_path)
                 continue
             self.entries.append((child_path, "child", child is None))
-            self.reach.places.append(
-                Place(None if owner is None else attributes["_modules"], "child", name, child, child_path)
-            )
+            self.reach.places.append(Place(None if owner is None else children, "child", name, child, child_path))
             if child is not None:
                 self.describe(child, child_path)
 
