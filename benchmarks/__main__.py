@@ -9,7 +9,6 @@ from tigon.cli.main import run_application, sigterm_interrupts
 
 
 def app() -> typer.Typer:
-    """Return the command line as a typer application."""
     application = typer.Typer(
         help="Measure the ops and the training of Tigon, and compile its kernels.",
         no_args_is_help=True,

@@ -31,7 +31,6 @@ NO_KERNELS = " (no kernels run here: the rows of Tigon measure its references in
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that can change a result."""
     # torch's own version has the build, as in 2.11.0+cu130.
     package_versions = environment.versions() | {"torch": torch.__version__}
     for package in PEERS:
@@ -65,7 +64,6 @@ def command() -> str:
 
 
 def write(path: Path, machine: dict[str, Any], settings: dict[str, Any], **content: Any) -> None:
-    """Write all numbers of a run as JSON."""
     document = {"schema": 2, "command": command(), "versions": versions(), "machine": machine, "settings": settings}
     write_json(path, document | content)
 

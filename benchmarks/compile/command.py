@@ -25,7 +25,6 @@ Usage = dict[str, Any]
 
 
 def compile_case(case: str, chip_name: str) -> list[Usage]:
-    """Compile each kernel of a case for a chip once."""
     from benchmarks.compile import steps, targets
 
     chip = next(chip for chip in targets.CHIPS if chip.name == chip_name)

@@ -39,7 +39,6 @@ CPU = torch.device("cpu")
 
 
 def _run(function: Callable[..., Any], *tensors: Any, **options: Any) -> None:
-    """Run forward and backward of a function."""
     result = function(*tensors, **options)
     outputs = [y for y in tensors_of(tuple(result) if isinstance(result, list) else result) if y.requires_grad]
     torch.autograd.backward(outputs, [y.detach() for y in outputs])
@@ -50,7 +49,6 @@ def _zeros(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> lis
 
 
 def run_step(workload: Workload, variant: Variant) -> None:
-    """Run forward and backward of a variant on zeros."""
     inputs = workload.make_inputs(
         variant.sizes, variant.dtype, CPU, seed=None, options=variant.options, form=variant.form
     )

@@ -35,8 +35,6 @@ from tigon.runtime.device import Device
 
 @dataclass(frozen=True)
 class Chip:
-    """A compilation target and the properties that launch parameters depend on."""
-
     name: str
     # "cuda" or "hip".
     backend: str

@@ -36,7 +36,6 @@ class BoundProvider:
 
     @property
     def gradient_bytes(self) -> int:
-        """Return the size of the gradients that a call returns."""
         return self._inputs.gradient_bytes
 
     @torch.no_grad()

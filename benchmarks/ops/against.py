@@ -26,8 +26,6 @@ PACKAGE = Path(tigon.__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Revision:
-    """A commit of the checkout that this Tigon is imported from."""
-
     # `ref` is the name of the commit on the command line, and `commit` its 40 hex digits.
     ref: str
     commit: str

@@ -19,7 +19,6 @@ CASES: tuple[Case, ...] = tuple(
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
-    """Make fresh inputs of a case, the same for the same seed."""
     form = {"ignored": case.ignored, "skewed": case.skewed}
     inputs = OPS[case.op].make_inputs(case.shape, case.dtype, device, seed=seed, options=case.options, form=form)
     for name in inputs.grad_names if case.no_grad else case.frozen:
@@ -61,5 +60,4 @@ def select(ops: str | None, cases: str) -> list[Case]:
 
 
 def split_words(text: str | None) -> list[str]:
-    """Return the words of a comma-separated option."""
     return [word.strip() for word in (text or "").split(",") if word.strip()]

@@ -57,7 +57,6 @@ class Roofline:
     flops_per_second: float
 
     def floor_ms(self, bytes: int | None, flops: int | None) -> float:
-        """Return the least time that the work takes."""
         return 1e3 * max((bytes or 0) / self.bytes_per_second, (flops or 0) / self.flops_per_second)
 
 
@@ -75,7 +74,6 @@ class Meter:
         """Wait for the device."""
 
     def prepare(self, bound: BoundProvider) -> None:
-        """Prepare a call, outside the measured part."""
         bound.restore()
         self.synchronize()
 
@@ -85,7 +83,6 @@ class Meter:
         return self._wall(bound)[0]
 
     def calls(self, milliseconds: float) -> int:
-        """Return the number of calls of that length in one round."""
         return int(min(MOST_CALLS, max(1, self.busy_ms / max(milliseconds, 1e-3))))
 
     def measure_round(self, bound: BoundProvider, calls: int, into: Samples) -> None:
@@ -185,5 +182,4 @@ class CudaMeter(Meter):
 
 
 def make_meter(device: torch.device) -> Meter:
-    """Return the meter for a device."""
     return CudaMeter(device) if device.type == "cuda" else Meter(device)

@@ -37,7 +37,6 @@ def as_tuple(result: Any) -> tuple[Tensor, ...]:
 
 
 def import_path(path: str) -> Any:
-    """Return the object of a path such as "package.module:Class.method"."""
     module, _, names = path.partition(":")
     try:
         return functools.reduce(getattr, names.split("."), import_module(module))
@@ -78,7 +77,6 @@ def torch_linear_cross_entropy(case: Case) -> Run:
 
 
 def transformers_experts(case: Case) -> Run:
-    """Load what transformers runs by default for experts."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     compute = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
@@ -127,7 +125,6 @@ def _casting(case: Case) -> tuple[float, str]:
 
 
 def liger_norm(name: str) -> Loader:
-    """Return the loader of one of Liger's RMS norms."""
     return lambda case: call(f"liger_kernel.ops:{name}.apply", 1e-6, *_casting(case), False)(case)
 
 
@@ -153,7 +150,6 @@ def liger_qk_norm_rope(case: Case) -> Run:
 
 
 def quack_norm(case: Case) -> Run:
-    """Load Quack's RMS norm, with a residual if the op has one."""
     function, offset = import_path("quack:rmsnorm"), case.options.get("offset", 0.0)
     if case.op == "rms_norm":
         return lambda x, weight: (function(x, weight, eps=1e-6, weight_offset=offset),)

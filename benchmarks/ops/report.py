@@ -42,7 +42,6 @@ def legend(products: bool) -> str:
 
 
 def write_json(path: Path, rows: Iterable[BenchRow], roofline: Roofline, machine: dict, settings: dict) -> None:
-    """Write all results as JSON, with every sample."""
     write(path, machine, settings, roofline=asdict(roofline), rows=[asdict(row) for row in rows])
 
 
@@ -121,12 +120,10 @@ def _summary(rows: list[BenchRow]) -> Table:
 
 
 def summary_table(rows: list[BenchRow]) -> rich_table.Table:
-    """Return the summary for the terminal."""
     return console_table(*_summary(rows), "Summary")
 
 
 def case_table(rows: list[BenchRow]) -> rich_table.Table:
-    """Return the table of one case for the terminal."""
     return console_table(*make_table(_COLUMNS, rows), _title(rows[0]))
 
 

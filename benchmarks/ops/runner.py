@@ -110,8 +110,6 @@ def run_case(
 
 @dataclass
 class _ProviderRun:
-    """A provider during the run of a case."""
-
     provider: Provider
     row: BenchRow
     run: Run | None = None
@@ -197,7 +195,6 @@ class _CaseRun:
         return None
 
     def check(self) -> None:
-        """Check the results of every provider."""
         baseline = self._find_baseline()
         if baseline is None:
             for entry in self.active_entries():
@@ -263,7 +260,6 @@ class _CaseRun:
 
 
 def _finish(entry: _ProviderRun, roofline: Roofline) -> BenchRow:
-    """Return the row of a provider with its medians."""
     row, samples = entry.row, entry.samples
     row.floor_ms = roofline.floor_ms(row.bytes, row.flops)
     if row.status == "ok":

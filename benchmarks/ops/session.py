@@ -22,8 +22,6 @@ from tigon.cli.main import INTERRUPTED, make_console, pick_device
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The options of the op benchmark."""
-
     ops: Annotated[str | None, typer.Option(help="Ops to measure, separated by commas; all by default.")] = None
     cases: Annotated[
         str | None,

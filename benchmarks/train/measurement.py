@@ -58,12 +58,10 @@ class Measurement:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a step on all ranks."""
         return self.batch * self.seq * self.gpus
 
     @property
     def step_seconds(self) -> float | None:
-        """Return the median seconds of the timed steps."""
         return statistics.median(self.seconds) if self.seconds else None
 
     @property
@@ -78,7 +76,6 @@ class Measurement:
 
     @property
     def spread(self) -> tuple[float, float] | None:
-        """Return the first and the third quartile of the timed steps."""
         if len(self.seconds) < 2:
             return None
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -86,7 +83,6 @@ class Measurement:
 
     @property
     def above_state(self) -> int | None:
-        """Return the peak less the bytes of the state."""
         return None if self.allocated is None else self.allocated - self.state_bytes
 
     @property
@@ -108,7 +104,6 @@ class Measurement:
             setattr(self, name, max(values, default=None))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields and medians for JSON."""
         fields = asdict(self)
         samples = {name: fields.pop(name) for name in ("seconds", "host_seconds", "first_seconds", "again_seconds")}
         medians = {

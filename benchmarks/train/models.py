@@ -17,12 +17,10 @@ if TYPE_CHECKING:
 
 
 def config_fields(config: "PretrainedConfig") -> dict[str, Any]:
-    """Return the fields of a config as JSON values."""
     return json.loads(json.dumps(config.to_dict()))
 
 
 def read_config(fields: dict[str, Any]) -> "PretrainedConfig":
-    """Return the config that has the fields."""
     from transformers import CONFIG_MAPPING
 
     return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)

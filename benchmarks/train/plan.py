@@ -124,8 +124,6 @@ class ProviderRun:
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """Runs that differ in their provider alone."""
-
     options: TrainOptions
     config: "PretrainedConfig"
     tokens: Tokens
@@ -148,7 +146,6 @@ class TrainPlan:
         return search_sizes(attempt, self.sizes or [start], None if self.sizes else limit, options.resolution)
 
     def shape(self, size: int) -> tuple[int, int]:
-        """Return the batch and the length of a size."""
         return (size, self.options.seq) if self.options.sweep == "batch" else (self.options.batch, size)
 
     def job(self, run: ProviderRun, size: int) -> Job:

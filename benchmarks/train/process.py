@@ -36,7 +36,6 @@ def worker_command(ranks: int, program: Sequence[str] = WORKER) -> list[str]:
 
 
 def _environment(ranks: int, device: str, source: str) -> dict[str, str]:
-    """Return the environment of a process, or of the ranks of a group."""
     # The process imports `benchmarks` from the repository, whatever its working directory.
     path = os.pathsep.join(filter(None, (source, str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     values = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -145,7 +145,6 @@ def _apply_liger(model: Any) -> str:
 
 
 def find_provider(name: str) -> ModelProvider | None:
-    """Return the provider of a name, or None."""
     if (match := _NAMES.fullmatch(name)) is None:
         return None
     if name == FROZEN:

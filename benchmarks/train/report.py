@@ -167,7 +167,6 @@ def console_tables(rows: Sequence[Measurement], settings: dict[str, Any]) -> lis
 
 
 def write_json(folder: Path, rows: Sequence[Measurement], settings: dict[str, Any]) -> None:
-    """Write all numbers, with those of every step."""
     curves = {name: {**asdict(curve), "agrees": curve.agrees} for name, curve in compare_with_stock(rows).items()}
     shown = {name: value for name, value in settings.items() if name != "machine"}
     content = {"rows": [row.as_dict() for row in rows], "curves": curves}

@@ -96,7 +96,6 @@ class StepMeter:
         return len(self._marks) - 1
 
     def wait(self, index: int) -> None:
-        """Wait until the device has passed a mark."""
         if self._on_gpu:
             self._marks[index].synchronize()
 

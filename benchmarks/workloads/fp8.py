@@ -8,7 +8,6 @@ ROWWISE = {"recipe": "rowwise"}
 
 
 def _layer(make: InputMaker) -> Inputs:
-    """Make x and a weight."""
     tokens, inputs, outputs = make.sizes
     weight = make.normal(outputs, inputs).mul_(inputs**-0.5).requires_grad_()
     tensors = {"x": make.normal(tokens, inputs).requires_grad_(), "weight": weight}
@@ -16,7 +15,6 @@ def _layer(make: InputMaker) -> Inputs:
 
 
 def _flops(problem: Case) -> int:
-    """Count the operations of the three products."""
     tokens, inputs, outputs = problem.shape
     return 3 * 2 * tokens * inputs * outputs
 

@@ -30,12 +30,10 @@ class Inputs:
 
     @property
     def grad_names(self) -> tuple[str, ...]:
-        """Return the names of the tensors that require a gradient."""
         return tuple(name for name, tensor in self.tensors.items() if tensor.requires_grad)
 
     @property
     def gradient_bytes(self) -> int:
-        """Return the size of all gradients of the tensors."""
         return sum(self.tensors[name].nbytes for name in self.grad_names)
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> Inputs:

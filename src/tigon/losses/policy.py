@@ -234,7 +234,6 @@ def _check_sampling_ratio(op: str, ratio: Tensor, sequences: Sequences, loss_typ
 
 
 def reduce_losses(sequences: Sequences, losses: Tensor, loss_type: str, divisor: Tensor | float) -> Tensor:
-    """Reduce the losses of the tokens to the loss of the batch."""
     reduce = GRPO_LOSSES[loss_type]
     return sequences.masked(losses).sum() / divisor if reduce is None else reduce(sequences, losses)
 
@@ -242,7 +241,6 @@ def reduce_losses(sequences: Sequences, losses: Tensor, loss_type: str, divisor:
 def check_divisor(
     op: str, loss_type: str, sequences: Sequences, num_items_in_batch: object, max_completion_length: object
 ) -> Tensor | float:
-    """Return the divisor of a type whose loss is the sum over all tokens."""
     is_constant, is_count = loss_type == "dr_grpo", loss_type in ("dapo", "cispo", "vespo")
     if is_constant == (max_completion_length is None):
         rule = "be an int" if is_constant else "be None"

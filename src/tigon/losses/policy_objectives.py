@@ -65,25 +65,21 @@ class GammaWeight:
         return log_weight.clamp(self.smallest, self.largest)
 
     def weights(self, log_weight: Tensor, advantages: Tensor) -> Tensor:
-        """Return the weights of log w."""
         k = choose(advantages >= 0, self.k_pos, self.k_neg, log_weight.dtype)
         decay = choose(advantages >= 0, self.lambda_pos, self.lambda_neg, log_weight.dtype).clamp(min=1e-4)
         return (decay + k * log_weight - decay * log_weight.exp()).exp()
 
 
 def _sapo(ratio: Tensor, advantages: Tensor, temperature_pos: float, temperature_neg: float) -> Tensor:
-    """Return -(4 / t) sigmoid(t (r - 1)) A."""
     temperature = choose(advantages > 0, temperature_pos, temperature_neg, ratio.dtype)
     return -4 / temperature * (temperature * (ratio - 1)).sigmoid() * advantages
 
 
 def mean_of_means(sequences: Sequences, values: Tensor) -> Tensor:
-    """Return the mean over the sequences of the mean over their tokens."""
     return sequences.sequence_mean(sequences.mean(values))
 
 
 def mean_of_sums(sequences: Sequences, values: Tensor) -> Tensor:
-    """Return the mean over the sequences of the sum over their tokens."""
     return sequences.sequence_mean(sequences.sum(values))
 
 
@@ -195,14 +191,12 @@ class Objective:
 
 
 def check_clip(op: str, epsilon: object, epsilon_high: object, delta: object) -> Clip:
-    """Return the bounds of the ratio."""
     low = checks.number(op, "epsilon", epsilon, 0.0)
     high = low if epsilon_high is None else checks.number(op, "epsilon_high", epsilon_high, 0.0)
     return Clip(low, high, None if delta is None else checks.number(op, "delta", delta, 0.0, excludes_low=True))
 
 
 def check_entropy(op: str, entropy: Tensor | None, entropy_coef: object, sequences: Sequences) -> float:
-    """Return the weight of the entropy bonus."""
     coefficient = checks.number(op, "entropy_coef", entropy_coef)
     if entropy is not None:
         checks.tensor(op, entropy=entropy)

@@ -156,7 +156,6 @@ def _score(ratio: Tensor, divergence: str, alpha: float, is_squared: bool) -> Te
 
 
 def _check_loss_types(loss_type: object, loss_weights: object) -> tuple[list[str], list[float]]:
-    """Return the types of the losses and their weights."""
     types = [loss_type] if isinstance(loss_type, str) else loss_type
     if not isinstance(types, (list, tuple)) or not types:
         raise TypeError(

@@ -96,11 +96,9 @@ class Sequences:
         return self.sum(values) / self.lengths.clamp(min=1)
 
     def token_count(self) -> Tensor:
-        """Return the number of tokens of the batch, and at least 1."""
         return (self.mask.sum() if self.part_of is None else self.part_of.tokens).clamp(min=1)
 
     def sequence_count(self) -> int:
-        """Return the number of sequences of the batch, and at least 1."""
         return max(self.count if self.part_of is None else self.part_of.sequences, 1)
 
     def token_mean(self, values: Tensor) -> Tensor:
@@ -164,7 +162,6 @@ def check_sequences(
 
 
 def check_pairs(op: str, sequences: Sequences) -> None:
-    """Check that there are as many chosen as rejected sequences."""
     if sequences.count % 2:
         raise ValueError(
             f"{op}: log_probs must have an even number of sequences, the chosen ones and then the rejected ones, "

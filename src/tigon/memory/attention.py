@@ -167,7 +167,6 @@ class AttentionOutputs:
         self.obstacle: str | None = None
 
     def __call__(self, *args: Any) -> Any:
-        """Call the layer."""
         if is_checkpoint_recomputation():
             self.position = 0
             try:

@@ -65,7 +65,6 @@ class Block:
             self.by_node[entry.node] = entry
 
     def register(self, results: Tensor | tuple, function: Callable, args: tuple) -> None:
-        """Record that `function(*args)` recomputes `results`."""
         results = results if isinstance(results, tuple) else (results,)
         recomputation = None
         for i, y in enumerate(results):

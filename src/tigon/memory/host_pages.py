@@ -72,7 +72,6 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _allocate(nbytes: int, is_pinned: bool) -> Tensor:
-    """Return a slab of host memory."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
 
 

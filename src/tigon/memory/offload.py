@@ -126,12 +126,10 @@ class OffloadedTensor:
         return not self.was_written
 
     def copy_out(self) -> None:
-        """Start the copy to the host."""
         assert self.device_data is not None
         self.host_data, self.event = _copy_out(self.device_data, self.offloader.pages, self.stream)
 
     def copy_back(self) -> Tensor:
-        """Start the copy to the device, and return that copy."""
         self.device_data, self.event = _copy_back(self.host_data, self.device, self.stream)
         return self.device_data
 
@@ -159,7 +157,6 @@ class OffloadedTensor:
         return empty.set_(data.untyped_storage(), first + self.offset, self.shape, self.strides)
 
     def _data(self) -> Tensor:
-        """Return the bytes on the device."""
         if not self.is_unchanged:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -225,7 +225,6 @@ def _add_reads(state: _State, module: nn.Module, path: str) -> None:
 
 
 def _read_state(module: nn.Module) -> _State:
-    """Return the state that a call reads from a module and its children."""
     state: _State = {}
     if type(module) is nn.Linear and not module._modules:
         attributes = vars(module)

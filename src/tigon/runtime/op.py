@@ -1,6 +1,7 @@
 """The frame of an op: the node of autograd that runs its kernels.
 
-An op's file holds the formulas, a reference in torch, launchers (`tigon.runtime.launch.launcher`) and a node:
+An op's file holds the formulas, a reference in torch (`NAME_reference`, for tests and for devices without Triton),
+launchers (`tigon.runtime.launch.launcher`), whose `_empty_` functions allocate what they return, and a node:
 
     class _Scale(Node):
         def forward(ctx, x, factor):

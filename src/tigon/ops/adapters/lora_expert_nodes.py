@@ -89,8 +89,6 @@ def _is_fused(up: _Factors | None, down: _Factors | None) -> bool:
 
 
 class _FirstProduct(NamedTuple):
-    """The results of the first product."""
-
     h: Tensor  # [S, 2 I] or [S, I]
     is_complete: bool  # True if h contains its adapter
     p: Tensor | None  # The terms of p [S, 2, R], or None without an adapter

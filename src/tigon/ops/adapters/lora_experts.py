@@ -79,7 +79,6 @@ def _repeat_product(
 
 
 def _takes_kernels(x: Tensor, tensors: Sequence[Tensor]) -> bool:
-    """Return whether the low-rank kernels support x and the other tensors."""
     if torch.compiler.is_compiling() or has_active_transform():
         return False
     if any(type(tensor) not in PLAIN or tensor.numel() == 0 for tensor in tensors):

@@ -26,8 +26,6 @@ DENSE = torch.strided
 
 
 class AdapterEntry(NamedTuple):
-    """One adapter of a node."""
-
     # The index of the adapter among all adapters of the node, and the index of its layer.
     position: int
     layer: int
@@ -61,7 +59,6 @@ class Run(NamedTuple):
 
     @staticmethod
     def of(entries: Sequence[AdapterEntry]) -> "Run":
-        """Return the run of these entries."""
         rows = [
             (e.layer, e.a_index, e.stop - e.start, e.scaling, 1.0 / (1.0 - e.dropout), e.a_kind[0], e.b_kind[0])
             for e in entries
@@ -73,11 +70,9 @@ class Run(NamedTuple):
         return h if self.stop - self.start == h.shape[2] else h[:, :, self.start : self.stop]
 
     def a(self, tensors: Sequence[Any]) -> list[Tensor]:
-        """Return the A of the adapters from the tensors of the node."""
         return [tensors[i] for i in self.indices]
 
     def b(self, tensors: Sequence[Any]) -> list[Tensor]:
-        """Return the B of the adapters from the tensors of the node."""
         return [tensors[i + 1] for i in self.indices]
 
 
@@ -253,8 +248,6 @@ def plan_outputs(plan: NodePlan, layers: tuple[int, ...]) -> OutputPlan:
 
 
 class GradientPlan(NamedTuple):
-    """The gradients of the tensors of a node that are needed."""
-
     # The layers and the tensors of weights and of biases.
     weights: tuple[tuple[int, int], ...]
     biases: tuple[tuple[int, int], ...]

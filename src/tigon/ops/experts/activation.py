@@ -44,7 +44,6 @@ class NeededActivationGradients(NamedTuple):
 def activation_gradients_reference(
     h: Tensor, da: Tensor | None, weights: Tensor, routing: Routing, kind: str, needs: NeededActivationGradients
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute `activation_gradients` in torch, for tests and for devices without Triton."""
     wide_dtype = torch.promote_types(h.dtype, torch.float32)
     inner = h.shape[1] // (1 if kind == "relu2" else 2)
     factors = weights.flatten()[routing.order, None].to(wide_dtype)

@@ -117,7 +117,6 @@ def has_order_kernels(index: Tensor, experts: int) -> bool:
 
 
 def _empty_routing(index: Tensor, experts: int) -> Routing:
-    """Allocate what `order_choices` returns."""
     empty = lambda shape, dtype: index.new_empty(shape, dtype=dtype)
     size = index.numel()
     return Routing(

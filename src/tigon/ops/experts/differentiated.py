@@ -32,7 +32,6 @@ class RoutingMatrices(NamedTuple):
         return RoutingMatrices(routing.slot, routing.order.view(shape), routing.expert.view(shape), routing.ends)
 
     def routing(self) -> Routing:
-        """Return the routing of these matrices."""
         return Routing(self.slot, self.order.flatten(), self.expert.flatten(), self.ends)
 
 
@@ -66,7 +65,6 @@ def differentiated_product(
 def _repeat_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, fp8: Fp8Source | None, *matrices: Tensor
 ) -> Tensor:
-    """Return the result of `differentiated_product` once more."""
     return product(x, weight, bias, RoutingMatrices(*matrices).routing(), transposed, fp8)
 
 

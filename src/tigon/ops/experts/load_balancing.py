@@ -93,7 +93,6 @@ def load_balancing_loss(
 
 
 def _check(router_logits: Any, num_experts: Any, top_k: Any, attention_mask: Any) -> None:
-    """Refuse bad arguments."""
     op = "load_balancing_loss"
     checks.size(op, "num_experts", num_experts)
     checks.size(op, "top_k", top_k)

@@ -41,8 +41,6 @@ class SavedExperts(NamedTuple):
 
 
 class NeededMoEGradients(NamedTuple):
-    """True for each gradient that the backward computes."""
-
     x: bool
     up: bool
     down: bool
@@ -52,8 +50,6 @@ class NeededMoEGradients(NamedTuple):
 
 
 class MoEGradients(NamedTuple):
-    """The gradients of `moe_forward`. A gradient that is not needed is None."""
-
     x: Tensor | None
     up: Tensor | None
     down: Tensor | None

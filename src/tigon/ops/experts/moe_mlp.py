@@ -195,7 +195,6 @@ class _ExpertCall(NamedTuple):
 def _run(
     call: _ExpertCall, x: Tensor, parameters: ExpertParameters, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Check the arguments and compute the experts."""
     op, activation, transposed, weight_inputs, in_fp8, cache = call
     sizes = check_experts(op, x, parameters, top_k_index, top_k_weights, transposed, activation)
     checks.flag(op, weight_inputs=weight_inputs)

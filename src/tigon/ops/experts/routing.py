@@ -27,7 +27,6 @@ from tigon.runtime.tuning import rung
 
 
 def spread_reference(x: Tensor, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute `spread` in eager torch, for tests and for devices without Triton."""
     rows = x[routing.order // max(1, routing.slot.shape[1])]
     return rows.masked_fill(routing.absent, 0.0).to(dtype or x.dtype)
 
@@ -35,7 +34,6 @@ def spread_reference(x: Tensor, routing: Routing, dtype: torch.dtype | None = No
 def combine_reference(
     rows: Tensor, weights: Tensor | None, routing: Routing, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Compute `combine` in eager torch, for tests and for devices without Triton."""
     terms = rows.masked_fill(routing.absent, 0.0)[routing.slot]
     terms = terms if weights is None else terms * weights[..., None]
     return terms.sum(1).to(dtype or rows.dtype)
@@ -110,7 +108,6 @@ def _spread_kernel(
 
 
 def _empty_sum(rows: Tensor, slot: Tensor, dtype: torch.dtype) -> Tensor:
-    """Allocate what `sum_rows_of_tokens` returns."""
     return rows.new_empty((slot.shape[0], rows.shape[1]), dtype=dtype)
 
 
@@ -131,7 +128,6 @@ def sum_rows_of_tokens(rows: Tensor, weights: Tensor | None, slot: Tensor, ends:
 def _empty_spread(
     x: Tensor, weights: Tensor | None, slot: Tensor, dtype: torch.dtype, needs_rows: bool, needs_dot: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Allocate what `spread_tokens` returns."""
     y = x.new_empty((slot.numel(), x.shape[1]), dtype=dtype) if needs_rows else None
     if not needs_dot:
         return y, None

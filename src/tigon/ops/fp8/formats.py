@@ -30,8 +30,6 @@ MULTIPLE = 16
 
 
 class Fp8Options(NamedTuple):
-    """The options of an FP8 op."""
-
     recipe: str = "tensorwise"  # The recipe is one of `RECIPES`.
     # If True, the gradients of weights are FP8 products too. Otherwise they are products in the dtype of the input.
     fp8_dw: bool = True
@@ -53,7 +51,6 @@ class Factor(NamedTuple):
         return self.values.get_device()
 
     def rows(self, start: int, stop: int) -> "Factor":
-        """Return the factor of the rows from `start` to `stop`."""
         return Factor(self.values[start:stop], self.scale if self.scale.dim() == 1 else self.scale[start:stop])
 
 
@@ -73,7 +70,6 @@ def pad(size: int) -> int:
 
 
 def check_sizes(op: str, **weights: Tensor) -> None:
-    """Check that both sizes of each weight are positive multiples of 16."""
     for name, weight in weights.items():
         if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE or not weight.numel():
             raise ValueError(
@@ -82,7 +78,6 @@ def check_sizes(op: str, **weights: Tensor) -> None:
 
 
 def check_options(op: str, recipe: object, fp8_dw: object) -> None:
-    """Check the options that a caller passes to an op."""
     checks.choice(op, "recipe", recipe, RECIPES)
     checks.flag(op, fp8_dw=fp8_dw)
 

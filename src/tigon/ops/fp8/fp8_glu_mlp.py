@@ -58,8 +58,6 @@ def _write_gradients(da: Tensor, gate: Tensor, up: Tensor, kind: str, dgate: Ten
 
 
 class _Call(NamedTuple):
-    """The options of a call of the node."""
-
     kind: str
     options: Fp8Options
     cache: WeightCache | None
@@ -179,7 +177,6 @@ def fp8_glu_mlp(
 def _glu_mlp(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, kind: str, options: Fp8Options, cache: WeightCache | None
 ) -> Tensor:
-    """Return `fp8_glu_mlp` of checked arguments."""
     if x.numel() == 0:
         # Without rows there is nothing to quantise. The gradients of the weights are zero.
         a = activate(F.linear(x, gate.to(x.dtype)), F.linear(x, up.to(x.dtype)), kind)

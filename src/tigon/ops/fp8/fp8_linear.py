@@ -176,7 +176,6 @@ def _project(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], options: Fp8Options,
     cache: WeightCache | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return `fp8_projections` of checked arguments."""
     pairs = list(zip(weights, biases, strict=True))
     if x.numel() == 0:
         # Without rows there is nothing to quantise. The gradients of the parameters are zero.
@@ -186,7 +185,6 @@ def _project(
 
 
 def _check(op: str, x: Tensor, weights: dict[str, Tensor], biases: dict[str, Tensor | None]) -> None:
-    """Check x, and the weight and the bias of each layer."""
     checks.tensor(op, x=x, **weights)
     checks.floating(op, x=x, **weights, **biases)
     for name, weight in weights.items():

@@ -125,7 +125,6 @@ def activate(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
 
 def _sizes(parts: Sequence[Tensor], by_columns: bool) -> tuple[int, int]:
-    """Return M and K of the matrix that consists of the parts."""
     if by_columns:
         return parts[0].shape[0], sum(part.shape[1] for part in parts)
     return sum(part.shape[0] for part in parts), parts[0].shape[1]

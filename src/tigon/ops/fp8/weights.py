@@ -69,12 +69,10 @@ class WeightCache:
         count_steps()
 
     def clear(self) -> None:
-        """Free all copies."""
         self._entries.clear()
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all copies."""
         factors = [factor for entry in self._entries.values() for factor in entry.copies if factor is not None]
         return sum(x.nbytes for factor in factors for x in factor)
 

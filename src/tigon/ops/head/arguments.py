@@ -93,7 +93,6 @@ def check_sums(op: str, max_logits_mib: float | None, acc_dtype: torch.dtype | N
 
 
 def needed_gradients(*tensors: Tensor | None) -> list[bool]:
-    """Return for each tensor whether it needs a gradient."""
     return [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
 
 

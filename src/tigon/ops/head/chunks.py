@@ -32,8 +32,6 @@ from tigon.runtime.tuning import LaunchConfig
 
 @dataclass(frozen=True)
 class ChunkConfig(LaunchConfig):
-    """Parameters of the division of tokens into chunks."""
-
     budget_mib: float  # MiB that the logits of a chunk may take, unless the caller passes another cap
     # whether chunks may be longer than the budget allows, so that there are no more than `max_chunks`
     may_exceed_budget: bool
@@ -108,8 +106,6 @@ class ChunkConfig(LaunchConfig):
 
 
 class Head(NamedTuple):
-    """A head and the tokens of its loss."""
-
     x: Tensor  # [T, H]
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V] or None
@@ -182,8 +178,6 @@ def plan_chunks(
 
 
 class Chunk(NamedTuple):
-    """One chunk of tokens."""
-
     rows: Rows
     x: Tensor  # [C, H]
     target: Tensor  # [C]

@@ -54,7 +54,6 @@ def rows_to_compute(
 
 
 def select(x: Tensor, rows: Rows) -> Tensor:
-    """Return the rows of x."""
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 

@@ -29,8 +29,6 @@ from tigon.runtime.launch import launcher
 
 
 class LossSettings(NamedTuple):
-    """Everything that a call requests, as plain values."""
-
     head: HeadSettings
     wants: Wants
     # whether the losses of all tokens are summed
@@ -39,8 +37,6 @@ class LossSettings(NamedTuple):
 
 
 class ChunkResults(NamedTuple):
-    """The results of `linear_cross_entropy_chunks`."""
-
     statistics: Statistics
     gradients: Gradients
 

@@ -43,8 +43,6 @@ class Teacher(NamedTuple):
 
 
 class DistillationSettings(NamedTuple):
-    """Everything that a call requests, as plain values."""
-
     # "hidden", "logits", "probs" or "top_k"
     form: str
     head: HeadSettings
@@ -55,8 +53,6 @@ class DistillationSettings(NamedTuple):
 
 
 class DistillationResults(NamedTuple):
-    """The results of `distillation_chunks`."""
-
     # [T] each
     losses: RowLosses
     gradients: Gradients

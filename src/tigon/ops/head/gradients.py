@@ -129,8 +129,6 @@ class WeightGradient:
 
 
 class Needs(NamedTuple):
-    """True for each gradient that is computed."""
-
     dx: bool
     dw: bool
     db: bool

@@ -70,7 +70,6 @@ def eager_linear_loss(
 
 
 def _values_of(result: Tensor | LogProbOutput) -> list[Tensor]:
-    """Return the values that the loss function takes."""
     values = [result] if isinstance(result, Tensor) else [result.log_probs, result.entropy, result.log_sum_sq_probs]
     return [each for each in values if each is not None]
 

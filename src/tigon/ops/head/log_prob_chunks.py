@@ -105,8 +105,6 @@ class SlabConfig(LaunchConfig):
 
 
 class LogProbSettings(NamedTuple):
-    """Everything that a call requests, as plain values."""
-
     head: HeadSettings
     wants: Wants
     options: Options

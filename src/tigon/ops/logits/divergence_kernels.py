@@ -57,7 +57,6 @@ class DivergenceConfig(LaunchConfig):
 
     @staticmethod
     def heuristic(problem: tuple[int, str], device: Device) -> "DivergenceConfig":
-        """Return the parameters for V and the kind of the divergence."""
         vocabulary, kind = problem
         block_v = min(max(next_power_of_2(vocabulary), 64), 1024)
         return DivergenceConfig(
@@ -190,8 +189,6 @@ def _divergence_kernel(
 
 
 class DivergenceOptions(NamedTuple):
-    """The options of a divergence."""
-
     kind: str  # "kl", "reverse_kl", "jsd" or "tvd"
     # whether the target (for tvd also the input) holds logarithms or logits
     is_log: bool

@@ -115,7 +115,6 @@ class DistillationOptions(NamedTuple):
 
     @property
     def has_cross_entropy(self) -> bool:
-        """Return whether the cross entropy is computed."""
         return self.has_labels and (self.hard_weight != 0.0 or self.returns_parts)
 
 

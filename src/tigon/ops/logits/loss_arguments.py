@@ -38,7 +38,6 @@ def check_loss_arguments(
     op: str, vocabulary: int, target: Tensor, weight: Tensor | None, reduction: str,
     num_items: Tensor | float | None, device: torch.device,
 ) -> None:  # fmt: skip
-    """Check the arguments that `cross_entropy` and `linear_cross_entropy` share."""
     checks.integer(op, target=target)
     checks.choice(op, "reduction", reduction, ("none", "mean", "sum"))
     if target.device != device:
@@ -67,7 +66,6 @@ def loss_options(
     op: str, ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
     token_scaling: bool = False,
 ) -> Options:  # fmt: skip
-    """Check the options that both losses share, and return them."""
     checks.flag(op, token_scaling=token_scaling)
     return Options(
         ignore_index, checks.number(op, "label_smoothing", label_smoothing, 0.0, 1.0),
@@ -86,8 +84,6 @@ def as_scalar(num_items: Tensor | float | None, device: torch.device) -> Tensor 
 
 
 class RequestedResults(NamedTuple):
-    """The results that a call requests in addition to the loss."""
-
     z_loss: bool
     token_accuracy: bool
     predicted_tokens: bool
@@ -101,7 +97,6 @@ class RequestedResults(NamedTuple):
 
 
 def requested_results(op: str, **flags: bool) -> RequestedResults:
-    """Check the options `return_z_loss` and so on."""
     checks.flag(op, **flags)
     return RequestedResults(*(flags[name] for name in RESULT_OPTIONS))
 

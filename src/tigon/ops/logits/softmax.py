@@ -42,8 +42,6 @@ WARPS = ((2048, 4), (4096, 8), (16384, 16), (32768, 32))
 
 @dataclass(frozen=True)
 class SoftmaxConfig(LaunchConfig):
-    """Launch parameters of both directions."""
-
     # rows of a tile
     block_m: int
     block_n: int
@@ -53,7 +51,6 @@ class SoftmaxConfig(LaunchConfig):
 
     @staticmethod
     def heuristic(problem: tuple[int], device: Device) -> "SoftmaxConfig":
-        """Return the parameters for rows of N features."""
         block_n = max(next_power_of_2(problem[0]), 16)
         # A tile has about 2048 elements: several short rows, or one long row.
         block_m = max(1, 2048 // block_n)

@@ -36,7 +36,6 @@ def _rows_per_rank(vocabulary: int, ranks: int) -> int:
 
 
 def _shard_sizes(vocabulary: int, ranks: int) -> list[int]:
-    """Return the number of rows of each rank."""
     rows = _rows_per_rank(vocabulary, ranks)
     return [max(0, min(rows, vocabulary - p * rows)) for p in range(ranks)]
 

@@ -236,7 +236,6 @@ def _gated_rows(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor, int, i
 
 
 def _empty_gated(gate: Tensor, up: Tensor | None) -> Tensor:
-    """Allocate what `glu_forward` returns."""
     if up is None:
         return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
     # This takes the host half the time of `new_empty`.
@@ -255,7 +254,6 @@ def glu_forward(gate: Tensor, up: Tensor | None, kind: str, options: GateOptions
 
 
 def _empty_gradients(gate: Tensor, needs_dgate: bool, needs_dup: bool) -> tuple[Tensor, Tensor]:
-    """Allocate what `glu_backward` returns."""
     return gate.new_empty(gate.shape if needs_dgate else 0), gate.new_empty(gate.shape if needs_dup else 0)
 
 

@@ -24,12 +24,10 @@ GELU_KINDS = {"none": "gelu", "tanh": "gelu_tanh", "sigmoid": "gelu_sigmoid"}
 
 
 def gelu_reference(x: Tensor, approximate: str = "none") -> Tensor:
-    """Compute `gelu` in eager torch, for tests and for devices without Triton."""
     return x * torch.sigmoid(1.702 * x) if approximate == "sigmoid" else F.gelu(x, approximate=approximate)
 
 
 def relu2_reference(x: Tensor) -> Tensor:
-    """Compute `relu2` in eager torch, for tests and for devices without Triton."""
     return F.relu(x).square()
 
 

@@ -34,13 +34,11 @@ def _unpack(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """Compute `swiglu` in eager torch, for tests and for devices without Triton."""
     gate, up = _unpack(gate, up)
     return F.silu(gate) * up
 
 
 def geglu_reference(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
-    """Compute `geglu` in eager torch, for tests and for devices without Triton."""
     gate, up = _unpack(gate, up)
     return F.gelu(gate, approximate=approximate) * up
 
@@ -93,7 +91,6 @@ class ClampedGate:
 
 
 def _glu(op: str, kind: Kind, reference: Callable, gate: Tensor, up: Tensor | None) -> Tensor:
-    """Check the arguments of `op` and compute it."""
     checks.tensor(op, gate=gate)
     checks.floating(op, gate=gate, up=up)
     if up is not None:

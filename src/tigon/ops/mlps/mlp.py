@@ -44,7 +44,6 @@ def mlp_reference(
     x: Tensor, up_weight: Tensor, down_weight: Tensor, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     activation: str = "gelu",
 ) -> Tensor:  # fmt: skip
-    """Compute `mlp` in eager torch, for tests."""
     h = F.linear(x, up_weight, up_bias)
     a = relu2_reference(h) if activation == "relu2" else gelu_reference(h, APPROXIMATIONS[activation])
     return F.linear(a, down_weight, down_bias)

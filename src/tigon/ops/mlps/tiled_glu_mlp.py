@@ -43,7 +43,6 @@ def tile_rows(x: Tensor, gate_weight: Tensor) -> int:
 
 
 def _tiles(rows: int, tile: int) -> Iterator[slice]:
-    """Yield the slices of all tiles."""
     for start in range(0, rows, tile):
         yield slice(start, min(start + tile, rows))
 

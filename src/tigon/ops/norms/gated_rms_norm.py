@@ -40,7 +40,6 @@ def gated_rms_norm_reference(
     x: Tensor, gate: Tensor, weight: Tensor | None, eps: float = 1e-6, *, activation: GateActivation = "silu",
     gate_first: bool = False, group_size: int | None = None, offset: float = 0.0, rounding: Rounding = "before_weight",
 ) -> Tensor:  # fmt: skip
-    """Compute `gated_rms_norm` in eager torch, for tests and for devices without Triton."""
     fp32 = torch.float64 if x.dtype == torch.float64 else torch.float32
     factor = (F.silu if activation == "silu" else torch.sigmoid)(gate.to(fp32))
     z = x.to(fp32) * factor if gate_first else x

@@ -33,8 +33,6 @@ LADDER = (
 
 @dataclass(frozen=True)
 class GatedNormConfig(LaunchConfig):
-    """Launch parameters of the forward and the backward."""
-
     block_n: int  # Features of a tile
     # Rows of a tile of the forward, and warps of its program.
     block_m: int
@@ -184,8 +182,6 @@ def _backward_kernel(
 
 
 class GatedNormOptions(NamedTuple):
-    """The options of a gated norm."""
-
     group_size: int
     eps: float
     offset: float
@@ -195,15 +191,12 @@ class GatedNormOptions(NamedTuple):
 
 
 class NeededGatedNormGradients(NamedTuple):
-    """True for each gradient that the backward computes."""
-
     x: bool
     gate: bool
     weight: bool
 
 
 def _empty_forward(x: Tensor, weight: Tensor | None, options: GatedNormOptions) -> tuple[Tensor, Tensor]:
-    """Allocate what `gated_norm_forward` returns."""
     dtype = x.dtype
     if options.gate_first and options.round_first and weight is not None:
         dtype = torch.promote_types(dtype, weight.dtype)

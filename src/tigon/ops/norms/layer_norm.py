@@ -29,7 +29,6 @@ from tigon.runtime.op import Node
 def layer_norm_reference(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """Compute `layer_norm` in eager torch, for tests and for devices without Triton."""
     # F.layer_norm accepts no mixture of dtypes on a GPU, and only some on a CPU.
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in (x, weight, bias) if t is not None))
     weight, bias = (t if t is None else t.to(dtype) for t in (weight, bias))

@@ -24,8 +24,6 @@ LADDER = (
 
 @dataclass(frozen=True)
 class NormConfig(LaunchConfig):
-    """Launch parameters of the forward and the backward of all norms."""
-
     block_m: int  # Rows of a tile
     block_n: int  # Features of a tile
     num_warps: int  # Warps of a program of the forward

@@ -50,7 +50,6 @@ def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0,
     rounding: Rounding = "before_weight",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `add_rms_norm` in eager torch, for tests and for devices without Triton."""
     total = x + residual
     return rms_norm_reference(total, weight, eps, offset=offset, rounding=rounding), total
 

@@ -182,7 +182,6 @@ class AdamW(torch.optim.AdamW):
                 step_reference(x, options)
 
     def _is_compact(self, group: dict[str, Any]) -> bool:
-        """Return whether a group has options that torch's step does not have."""
         return self.defaults.get("max_grad_norm") is not None or compact_states.has_options(group)
 
     def _uses_torch(self, group: dict[str, Any]) -> bool:
@@ -341,7 +340,6 @@ def _prefixed_errors() -> Iterator[None]:
 
 
 def _increment_steps(parameters: Iterable[AdamWTensors]) -> None:
-    """Add 1 to the numbers of steps in place, with one launch for each device."""
     steps_by_device: dict[int, list[Any]] = {}
     for x in parameters:
         steps_by_device.setdefault(x.step.get_device(), []).append(x.step)  # type: ignore[union-attr]

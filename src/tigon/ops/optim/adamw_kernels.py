@@ -340,5 +340,4 @@ def _launch(first: Tensor, table: TensorTable, options: AdamWOptions, kind: _Lau
 
 
 def _log(beta: float) -> float:
-    """Return log(beta), or -inf for 0."""
     return math.log(beta) if beta else -math.inf

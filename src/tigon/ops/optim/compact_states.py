@@ -108,7 +108,6 @@ def _zeros_like(p: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def create(p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a parameter before its first step."""
     on_device = group.get("capturable") or group.get("fused")
     state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")}
     is_quantised = _is_quantised(p, group)

@@ -8,10 +8,8 @@ from tigon.runtime.device import PLAIN
 
 
 def is_dtensor(x: Any) -> bool:
-    """Return whether a tensor is a DTensor."""
     return type(x) not in PLAIN and hasattr(x, "to_local") and hasattr(x, "placements")
 
 
 def local_part(x: Any) -> Tensor:
-    """Return this rank's part of a tensor."""
     return x.to_local() if is_dtensor(x) else x

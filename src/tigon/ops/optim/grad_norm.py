@@ -76,7 +76,6 @@ def sum_of_squares(gradients: Iterable[Tensor], device: torch.device, tables: di
 
 @on_device
 def _launch(rows: Tensor, tensor_of_span: Tensor, dtype: torch.dtype, is_aligned: bool, block: int) -> Tensor:
-    """Return the sums of the squares of all spans."""
     sums = torch.empty(tensor_of_span.numel(), dtype=torch.float32, device=rows.device)
     launch(
         _squares_kernel, tensor_of_span.numel(),
@@ -96,7 +95,6 @@ def _reduced(g: Any) -> Any:
 
 
 def _groups(x: Any) -> tuple:
-    """Return the process groups over which a tensor is sharded."""
     if not is_dtensor(x):
         return ()
     return tuple(x.device_mesh.get_group(i) for i, placement in enumerate(x.placements) if placement.is_shard())

@@ -14,8 +14,6 @@ from tigon.runtime.optimizer_steps import count_step_in_backward
 
 
 class BackwardHooks:
-    """The hooks of parameters that `step_in_backward` has registered."""
-
     def __init__(self, handles: list[Any]) -> None:
         self._handles = handles
 
@@ -33,7 +31,6 @@ def _has_local_gradients(parameters: list[tuple[Any, dict[str, Any]]]) -> bool:
 
 
 def _parameters(optimizer: AdamW) -> list[tuple[Any, dict[str, Any]]]:
-    """Return the parameters that need a gradient, with their groups."""
     return [(p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 

@@ -170,7 +170,6 @@ class Muon(_TorchMuon):
         adamw.step_group(group, position)
 
     def _step_matrices(self, group: dict[str, Any], position: int) -> None:
-        """Take the step of a group of matrices."""
         lr = group["lr"]
         if isinstance(lr, Tensor):
             lr = float(lr) if lr.is_cpu else lr.reshape(())
@@ -200,8 +199,6 @@ class Muon(_TorchMuon):
 
 
 class _StepOptions(NamedTuple):
-    """The options of a step of matrices."""
-
     # On the device, a tensor without dimensions.
     lr: Tensor | float
     weight_decay: float
@@ -292,7 +289,6 @@ def _step_batch(
 
 @functools.cache
 def _adamw_defaults() -> dict[str, Any]:
-    """Return the options of a group of AdamW."""
     return AdamW([torch.zeros(1, requires_grad=True)]).defaults
 
 
@@ -321,7 +317,6 @@ def _check_adamw_group(group: dict[str, Any]) -> None:
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Check the options of a group of matrices."""
     for name in ("lr", "weight_decay", "momentum", "eps"):
         value = options[name]
         if isinstance(value, Tensor) and name != "lr":
@@ -344,7 +339,6 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _coefficients(options: dict[str, Any]) -> Coefficients:
-    """Return the coefficients of each step."""
     value, steps = options["ns_coefficients"], options["ns_steps"]
     rows = value if isinstance(value, (tuple, list)) else ()
     if len(rows) == 3 and not any(isinstance(x, (tuple, list)) for x in rows):

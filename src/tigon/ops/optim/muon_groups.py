@@ -13,7 +13,6 @@ _CONVOLUTIONS = nn.modules.conv._ConvNd
 
 
 def _excluded(exclude: Any) -> Iterator[Any]:
-    """Yield the parameters that the caller excludes."""
     if not isinstance(exclude, (list, tuple, set, Iterator)):
         raise TypeError(f"muon_groups: exclude must be a list, got {type(exclude).__name__}")
     for item in exclude:

@@ -114,8 +114,6 @@ class HeadOptions(NamedTuple):
 
 
 class HeadInputs(NamedTuple):
-    """The queries and keys, and the weights of their norms."""
-
     # [B, Hq, S, D] and [B, Hk, S, D], or with the heads in dimension 2.
     q: Tensor
     k: Tensor | None
@@ -125,8 +123,6 @@ class HeadInputs(NamedTuple):
 
 
 class NeededHeadGradients(NamedTuple):
-    """True for each gradient that the backward computes."""
-
     q: bool
     k: bool
     q_weight: bool
@@ -143,7 +139,6 @@ def allocate_output(x: Tensor | None, like: Tensor, dtype: torch.dtype | None) -
 
 
 def dense_features(x: Tensor | None) -> Any:
-    """Return `x`, or a contiguous copy if its features have gaps."""
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 

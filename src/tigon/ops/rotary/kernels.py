@@ -227,7 +227,6 @@ def _backward_kernel(
 
 
 def _choose_config(q: Tensor, k: Tensor | None, options: HeadOptions) -> QKNormRopeConfig:
-    """Return the launch parameters of heads that are normalised."""
     count = max(q.shape[options.heads], 0 if k is None else k.shape[options.heads])
     problem = count, q.shape[3], options.together, q.element_size()
     return QKNormRopeConfig.choose(problem, device_of(q))
@@ -300,7 +299,6 @@ def _launch_forward(
 def _empty_rotated(
     q: Tensor, k: Tensor | None, q_dtype: torch.dtype, k_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """Allocate what `rope_rotate` returns."""
     return allocate_output(q, q, q_dtype), allocate_output(k, q, k_dtype)
 
 
@@ -320,7 +318,6 @@ def rope_rotate(
 def _empty_forward(
     inputs: HeadInputs, options: HeadOptions, q_dtype: torch.dtype, k_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate what `qk_norm_rope_forward` returns."""
     q, k, heads = inputs.q, inputs.k, options.heads
     columns = 2 if options.together else q.shape[heads] + (0 if k is None else k.shape[heads])
     rstd = q.new_empty((q.shape[0] * q.shape[3 - heads], columns), dtype=torch.float32)
@@ -340,7 +337,6 @@ def qk_norm_rope_forward(
 
 
 def _empty_backward(inputs: HeadInputs, needs: NeededHeadGradients) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate what `qk_norm_rope_backward` returns."""
     q, k = inputs.q, inputs.k
     pairs = (inputs.q_weight, needs.q_weight), (inputs.k_weight, needs.k_weight)
     weights = [weight for weight, is_needed in pairs if weight is not None and is_needed]

@@ -34,7 +34,6 @@ def qk_norm_rope_reference(
     eps: float = 1e-6, offset: float = 0.0, rounding: Rounding = "before_weight", unsqueeze_dim: int = 1,
     layout: Layout = "split_half", sections: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Compute `qk_norm_rope` in eager torch, for tests and for devices without Triton."""
     together = _normalises_together(q.shape[-1], q_weight, k_weight)
 
     def normalise(x: Tensor, weight: Tensor | None) -> Tensor:

@@ -77,7 +77,6 @@ def rope_reference(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, layout: Layout = "split_half",
     sections: Sequence[int] | None = None, table: Table = "halves", dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Compute `rope` in eager torch, for tests and for devices without Triton."""
     if sections is not None:
         cos, sin = _pick_axes(cos, sections), _pick_axes(sin, sections)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)

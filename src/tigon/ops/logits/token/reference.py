@@ -19,7 +19,6 @@ def gradient_scales_torch(
     target: Tensor, weight: Tensor | None, num_items: Tensor | None, vocabulary: int, ignore_index: int, is_mean: bool,
     scales: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Compute `gradient_scales` in torch, into `scales`."""
     valid = target != ignore_index
     count = valid.sum() if num_items is None else num_items
     weights = count
@@ -158,7 +157,6 @@ def statistics_torch(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants,
     extra_targets: Tensor | None,
 ) -> Statistics:  # fmt: skip
-    """Compute `statistics` in torch."""
     v = logits.shape[1]
     sums = _sums_torch(logits, target.clamp(0, v - 1).long(), weight, options, wants, extra_targets)
     return statistics_of(sums, target, weight, scales, options, wants, v, extra_targets)
@@ -168,7 +166,6 @@ def gradient_torch(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, saved: Statistics | SavedStatistics,
     upstream: Upstream, options: Options, *, out: Tensor, shard: Shard, extra_targets: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute `gradient` in torch."""
     assert saved.lse is not None
     x, top = _transform_torch(logits, options), saved.lse[:, 0, None]
     shifted: Tensor | None = x - top if x is logits and out is not logits else x.sub_(top)

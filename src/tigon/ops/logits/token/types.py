@@ -10,8 +10,6 @@ from torch import Tensor
 
 
 class Options(NamedTuple):
-    """The options of the loss of a token."""
-
     ignore_index: int = -100
     label_smoothing: float = 0.0
     softcap: float | None = None
