@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from tigon.cli import main as cli
 from tigon.cli.environment import environment
 from tigon.runtime.requirements import install_command
 
-pytest.importorskip("typer")
+typer = pytest.importorskip("typer")
 
 
 @pytest.fixture
@@ -25,23 +26,15 @@ def run():
     return run_tigon
 
 
-def test_help_names_every_command(run):
-    result = run("--help")
-    assert result.exit_code == 0
-    assert all(name in result.output for name in ("inspect", "plan", "check", "env"))
-
-
-def test_the_version_is_printed(run):
-    result = run("--version")
-    assert (result.exit_code, result.output) == (0, f"tigon {__version__}\n")
-
-
-def test_env_prints_versions_and_devices(run):
-    result = run("env")
-    assert result.exit_code == 0
-    lines = dict(line.split(maxsplit=1) for line in result.output.splitlines())
+def test_help_names_every_command_and_the_version_and_the_environment_are_printed(run):
+    results = {words: run(*words.split()) for words in ("--help", "--version", "env", "env --json")}
+    assert {result.exit_code for result in results.values()} == {0}
+    assert all(name in results["--help"].output for name in ("inspect", "plan", "check", "env"))
+    assert results["--version"].output == f"tigon {__version__}\n"
+    lines = dict(line.split(maxsplit=1) for line in results["env"].output.splitlines())
     assert {"python", "torch", "triton", "tigon", "platform", "cpu"} <= set(lines)
     assert any(name.startswith("gpu") for name in lines)
+    assert json.loads(results["env --json"].output).keys() == environment().keys()
 
 
 @pytest.mark.parametrize("command", [c for c in cli._COMMANDS if c.needs], ids=lambda command: command.name)
@@ -107,13 +100,10 @@ def test_ctrl_c_ends_a_command_with_its_exit_code(run, command, work, monkeypatc
     assert result.output.endswith("Interrupted\n")
 
 
-def test_a_file_gets_a_line_for_each_stage_on_standard_error(capsys):
+def test_a_file_gets_a_line_for_each_stage_on_standard_error_and_a_terminal_sees_the_current_one(capsys, monkeypatch):
     with cli.show_progress("Building") as show:
         show("Counting [1 of 2]")
     assert capsys.readouterr() == ("", "Building ...\nCounting [1 of 2] ...\n")
-
-
-def test_a_terminal_sees_the_current_stage_on_standard_error(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     with cli.show_progress("Building") as show:
@@ -160,14 +150,6 @@ def test_a_folder_in_the_current_one_is_not_a_preset_of_its_name(monkeypatch, tm
     assert find_config("Tiny").vocab_size == 77
 
 
-def test_env_prints_json(run):
-    import json
-
-    result = run("env", "--json")
-    assert result.exit_code == 0
-    assert json.loads(result.output).keys() == environment().keys()
-
-
 @pytest.mark.parametrize(("words", "candidate"), [("tigon ch", "check"), ("tigon check --js", "--json")])
 def test_the_shell_completes_commands_and_options(words, candidate):
     variables = {"_TIGON_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
@@ -188,8 +170,6 @@ def test_the_default_folder_is_new(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("out", [None, Path("new/er")], ids=["default", "given"])
 def test_a_folder_that_cannot_be_written_is_refused(out, tmp_path, monkeypatch):
-    import typer
-
     monkeypatch.chdir(tmp_path)
 
     def refuse(dir):
@@ -211,8 +191,6 @@ UNWRITABLE = {
 @pytest.mark.parametrize("make_path", UNWRITABLE.values(), ids=UNWRITABLE)
 def test_a_path_that_cannot_be_written_is_refused_before_the_work(make_path, tmp_path):
     """Root is refused too, although `os.access` grants root every path."""
-    import typer
-
     (tmp_path / "file").write_text("here")
     path = make_path(tmp_path)
     with pytest.raises(typer.BadParameter, match="must be a folder that can be written, got"):
@@ -230,19 +208,12 @@ def test_a_file_that_can_be_written_stays_as_it_was(tmp_path):
         cli.check_file(path, "--json")
     assert not new.exists()
     assert old.read_text() == "before"
-
-
-def test_a_folder_is_refused_as_a_file(tmp_path):
-    import typer
-
     with pytest.raises(typer.BadParameter, match=r"must be a file that can be written, got .*\(Is a directory\)"):
         cli.check_file(tmp_path, "--json")
 
 
 @pytest.mark.parametrize("content", ["text", lambda path: path.write_bytes(b"plot")], ids=["text", "function"])
 def test_a_full_disk_gives_an_error_of_one_line(content):
-    import typer
-
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
     with pytest.raises(typer.BadParameter, match=r"must be a file that can be written, got '/dev/full' \(No space"):
@@ -284,14 +255,5 @@ def test_every_command_refuses_its_output_before_the_work(arguments, option, nam
 
 @pytest.mark.parametrize("name", ["tpu", "mps", "cpu:0", "cuda:-1", "cuda:99999", ""])
 def test_a_device_that_is_not_there_is_refused(name):
-    import typer
-
     with pytest.raises(typer.BadParameter, match=f"got '{name}'"):
         cli.pick_device(name)
-
-
-def test_importing_the_command_line_needs_no_extra():
-    """An import of a package fails if its entry in sys.modules is None, as if it were not installed."""
-    hidden = ("typer", "rich", "transformers", "matplotlib", "tokenizers", "psutil")
-    code = f"import sys; sys.modules.update(dict.fromkeys({hidden})); import tigon.cli.main, tigon.cli.environment"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -57,7 +57,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("model_type", "level", "count", "add"), CASES.values(), ids=CASES)
-@pytest.mark.sampled(in_interpreter=2)
+@pytest.mark.sampled(in_interpreter=3)
 def test_models_train_as_stock(model_type, level, count, add, calls):
     stock = tiny_model(model_type).to(DEVICE)
     stock = stock if add is None else add(stock)

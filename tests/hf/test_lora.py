@@ -222,6 +222,7 @@ def test_layers_of_4_bits_are_as_accurate_as_stock(autocast, is_prepared, nodes)
 @pytest.mark.parametrize(
     ("order", "memory"), [("adapters first", "lean+mlp"), ("adapters first", "lean"), ("patch first", "default")]
 )
+@pytest.mark.sampled(in_interpreter=2)
 def test_a_language_model_runs_its_adapters_by_ops_in_either_order(nodes, order, memory):
     stock, model = with_lora(make_llama()), make_llama()
     report = tigon.patch(model, memory=memory) if order == "patch first" else None

@@ -50,14 +50,15 @@ def test_real_package_is_refused(tmp_path, monkeypatch):
         tigon.install_as_liger_kernel()
 
 
-def test_command_runs_a_script(tmp_path):
+def test_the_command_runs_a_script_and_neither_it_nor_the_command_line_needs_an_extra(tmp_path):
+    """An import of a package fails if its entry in sys.modules is None, as if it were not installed."""
     script = tmp_path / "script.py"
     (tmp_path / "sibling.py").write_text("")
+    hidden = ("typer", "rich", "transformers", "trl", "datasets", "matplotlib", "tokenizers", "psutil")
     lines = (
-        "import sys, liger_kernel.ops, liger_kernel.functional, sibling",
-        # Neither the alias nor `tigon.integrations.trl` imports packages before a script needs them.
-        "import tigon; tigon.integrations.trl.is_enabled()",
-        "assert liger_kernel.functional.rms_norm and not {'transformers', 'trl', 'datasets'} & set(sys.modules)",
+        f"import sys; assert not sys.modules.keys() & {hidden}; sys.modules.update(dict.fromkeys({hidden}))",
+        "import liger_kernel.ops, liger_kernel.functional, sibling, tigon, tigon.cli.main, tigon.cli.environment",
+        "assert liger_kernel.functional.rms_norm and not tigon.integrations.trl.is_enabled()",
         "print(liger_kernel.__version__, sys.argv[1:])",
     )
     script.write_text("\n".join(lines))

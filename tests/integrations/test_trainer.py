@@ -74,11 +74,8 @@ def test_a_callback_refuses_unknown_options(error, options, message):
         TigonCallback(**options)
 
 
-def test_a_callback_takes_a_level_with_a_number_of_layers():
-    assert TigonCallback(memory="lean+mlp:4").request.memory == tigon.Memory("lean", mlp=4)
-
-
 def test_a_callback_takes_every_option_of_patch():
+    assert TigonCallback(memory="lean+mlp:4").request.memory == tigon.Memory("lean", mlp=4)
     options = {"fp8": "tensorwise", "fp8_dw": False, "acc_dtype": torch.float32, "token_scaling": True}
     callback, model = TigonCallback(**options), tiny_llama()
     assert callback.request == make_request("patch", options)

@@ -183,21 +183,18 @@ def test_disable_restores_exactly():
     assert before.keys() == snapshot().keys()
 
 
-def test_a_module_that_imports_the_name_while_enabled_gets_the_original_back(monkeypatch):
+def test_disable_restores_modules_that_imported_the_name_and_models_that_were_built_while_it_was_enabled(
+    monkeypatch, path, counts
+):
     trl.enable()
     later = types.ModuleType("trl.later_trainer")
     later.add_fused_lm_head = utils.add_fused_lm_head
     monkeypatch.setitem(sys.modules, "trl.later_trainer", later)
-    trl.disable()
-    assert later.add_fused_lm_head is utils.add_fused_lm_head
-    assert later.add_fused_lm_head.__module__ == "trl.trainer.utils"
-
-
-def test_a_model_of_a_disabled_trainer_runs_trls_forward(path, counts):
-    trl.enable()
     model = load_model(path)
     utils.add_fused_lm_head(model)
     trl.disable()
+    assert later.add_fused_lm_head is utils.add_fused_lm_head
+    assert later.add_fused_lm_head.__module__ == "trl.trainer.utils"
     tokens = torch.arange(4, 16).view(2, 6)
     model(input_ids=tokens, labels=tokens, fused_lm_head=True)
     assert counts.log_probs == counts.losses == 0

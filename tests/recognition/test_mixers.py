@@ -1,6 +1,7 @@
 """Functions that compute a gated delta rule or a causal convolution are found by what they compute."""
 
 import contextlib
+import functools
 import itertools
 import linecache
 import types
@@ -124,6 +125,8 @@ class Mixer(nn.Module):
 """
 
 
+# A function is recognised once, so tests with the same bodies share a class.
+@functools.cache
 def _mixer(
     chunk_rule: str = f"return rule({PASSED})",
     convolve: str = SAME_CONVOLUTION,

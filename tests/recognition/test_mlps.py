@@ -148,6 +148,7 @@ def test_a_setting_with_the_value_of_a_size_keeps_its_value_in_a_probe(cls):
 
 
 @pytest.mark.parametrize("version", [15, 17])
+@pytest.mark.sampled(2)
 def test_sizes_that_a_forward_reads_do_not_keep_an_mlp_from_being_recognised(version):
     class Flat(FlatRows):
         def forward(self, x):
