@@ -27,6 +27,7 @@ from tigon.hf.spec import Spec
 from tigon.recognition.probing.standin import own_tensors
 from tigon.recognition.probing.trials import Trials, current_trials, recording
 from tigon.recognition.replacement import is_changed
+from tigon.runtime import device
 from tigon.runtime.engines import full_shape
 from tigon.runtime.reach.explore import explore
 from tigon.runtime.reach.holders import MODULE_STATE
@@ -120,10 +121,21 @@ def _verify_once(
         _verified_losses.add(key)
 
 
+_find = Search._find
+
+
+def find_without_kernels(search: Search, names: Iterable[str]) -> list:
+    """Search without kernels in the interpreter, which is slow. Probes are on the CPU, so a GPU runs none for them."""
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(device, "INTERPRETED", False)
+        return _find(search, names)
+
+
 @pytest.fixture(autouse=True)
 def remembers_probes(request):
     """Let patches of this test use the results of earlier probes."""
-    parts, find, verify = dict(PARTS), Search._find, learn._verify
+    parts, verify = dict(PARTS), learn._verify
+    find = find_without_kernels if device.INTERPRETED else _find
     patch = request.getfixturevalue("monkeypatch") if "monkeypatch" in request.fixturenames else None
 
     def find_with_memory(search: Search, names: Iterable[str]) -> list:
@@ -143,4 +155,4 @@ def remembers_probes(request):
     if not request.node.get_closest_marker("probes"):
         Search._find = find_with_memory
     yield
-    Search._find = find
+    Search._find = _find

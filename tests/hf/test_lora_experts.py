@@ -17,10 +17,8 @@ import tigon
 import tigon.recognition.parts.experts as experts_module
 from hf.tiny import tiny_model
 from op_cases import DEVICE
-from tigon.hf.report import Report
 from tigon.recognition.parts.expert_adapters import ExpertAdapterRecipe, recognise_expert_adapters
 from tigon.recognition.replacement import find_replacement
-from tigon.runtime import device
 
 peft = pytest.importorskip("peft")
 
@@ -92,13 +90,6 @@ def calls(monkeypatch) -> list[tuple[int, int]]:
     return calls
 
 
-def patch(model: nn.Module) -> Report:
-    """Patch a model. Recognition runs no kernel, because its many probes take long in the interpreter."""
-    with pytest.MonkeyPatch.context() as context:
-        context.setattr(device, "INTERPRETED", False)
-        return tigon.patch(model)
-
-
 def experts_of(model: nn.Module) -> Any:
     return next(m for m in model.modules() if hasattr(m, "has_gate") and hasattr(m, "down_proj"))
 
@@ -112,7 +103,7 @@ def wrapper_of(model: nn.Module) -> Any:
 def test_a_step_is_that_of_the_stock_model(model_type, calls, monkeypatch):
     stock = build(model_type)
     model = copy.deepcopy(stock)
-    report = patch(model)
+    report = tigon.patch(model)
     rows = [entry for entry in report.replaced if entry.module == "ParamWrapper"]
     assert [(row.part, row.detail) for row in rows] == [("adapters", "low-rank adapters of experts")]
     expected = step(stock)
@@ -140,7 +131,7 @@ def test_the_experts_are_as_accurate_as_with_peft(model_type, dtype, calls):
     for wide in (True, False):
         twin = copy.deepcopy(wrapper_of(model))
         wrappers.append(twin.double() if wide else twin)
-    patch(model)
+    tigon.patch(model)
     exact, stock, ours = *wrappers, wrapper_of(model)
     # `grouped_mm` has no products in fp64.
     experts_of(exact).config._experts_implementation = "eager"
@@ -166,7 +157,7 @@ def test_the_experts_are_as_accurate_as_with_peft(model_type, dtype, calls):
 def test_the_patch_may_come_first(calls):
     model = tiny_model("qwen3_moe").to(DEVICE)
     stock = adapt(copy.deepcopy(model))
-    report = patch(model)
+    report = tigon.patch(model)
     model = adapt(model)
     assert_same_step(model, stock)
     assert set(calls) == {(1, 1)}
@@ -211,7 +202,7 @@ CHANGES: dict[str, tuple[Callable, set | None]] = {
 def test_the_next_call_follows_a_change(change, expected, calls):
     stock = build()
     model = copy.deepcopy(stock)
-    patch(model)
+    tigon.patch(model)
     step(model)
     calls.clear()
     for each in (model, stock):
@@ -235,7 +226,7 @@ def test_another_layout_of_the_factors_is_left_alone(monkeypatch):
         ParamWrapper, "get_delta_factors", lambda *args: tuple(f.flip(0) for f in stock(*args)[:2]) + stock(*args)[2:]
     )
     model = build()
-    report = patch(model)
+    report = tigon.patch(model)
     assert not [entry for entry in report.replaced if entry.module == "ParamWrapper"]
     assert "computes something else than experts with low-rank adapters" in str(report)
 
@@ -245,7 +236,7 @@ def test_a_method_that_changes_after_the_patch_runs(monkeypatch, calls):
     from peft.tuners.lora.layer import ParamWrapper
 
     model = build()
-    patch(model)
+    tigon.patch(model)
     stock, runs = ParamWrapper.get_delta_factors, []
     monkeypatch.setattr(ParamWrapper, "get_delta_factors", lambda *args: runs.append(1) or stock(*args))
     step(model)
@@ -258,7 +249,7 @@ def test_a_hook_that_lets_the_stock_experts_run_loses_no_adapter(calls):
     """The wrapper has read the adapters by then, and the recipe of the experts does not run."""
     stock = build()
     model = copy.deepcopy(stock)
-    patch(model)
+    tigon.patch(model)
     for each in (model, stock):
         change = lambda module, args: setattr(module.config, "_experts_implementation", "batched_mm")
         experts_of(each).register_forward_pre_hook(change)
@@ -270,6 +261,6 @@ def test_a_hook_that_lets_the_stock_experts_run_loses_no_adapter(calls):
 def test_other_parameters_are_left_alone():
     """PEFT treats the biases of all experts as one matrix."""
     model = build("gpt_oss", target_parameters=["mlp.experts.gate_up_proj_bias"])
-    report = patch(model)
+    report = tigon.patch(model)
     assert "moe_mlp takes adapters of gate_up_proj and down_proj only" in str(report)
     assert recognise_expert_adapters(nn.Linear(2, 2)) is None

@@ -6,13 +6,21 @@ import torch.nn.functional as F
 
 from recognition import changes, modules
 from recognition.modules import MLP
+from remembered import find_without_kernels
+from tigon.hf.search import Search
 from tigon.recognition.probing import probes
+from tigon.runtime import device
 
 
 @pytest.fixture
 def no_symbolic_runs(monkeypatch):
-    """Leave out runs with symbolic sizes, which take half of a patch, and find decisions before the patch only."""
+    """Leave out runs with symbolic sizes, which take half of a patch, and find decisions before the patch only.
+
+    In the interpreter, recognition runs no kernels.
+    """
     monkeypatch.setattr(probes, "find_size_use", lambda *args, **options: None)
+    if device.INTERPRETED:
+        monkeypatch.setattr(Search, "_find", find_without_kernels)
 
 
 @pytest.fixture

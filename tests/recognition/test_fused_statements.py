@@ -20,6 +20,8 @@ from tigon.recognition.rewriting.statements import ADD_NORM, PRODUCTS
 from tigon.runtime.device import runs_kernels
 from tigon.testing import assert_accurate
 
+pytestmark = pytest.mark.usefixtures("no_symbolic_runs")
+
 WIDTH = 32
 BY_KERNELS = runs_kernels(torch.empty(1, device=DEVICE))
 
