@@ -154,13 +154,10 @@ def linear_log_probs(
             tensor cores sum in fp32. The backward products of fp32 numbers take much longer.
         acc_dtype: torch.float32 rounds a half-precision dW once. None rounds it up to 8 times for many tokens (more
             than 20000 of H = 4096), which saves an fp32 sum of the size of dW. It has no effect on other dtypes.
-        valid_rows: The `ValidRows` of `targets`, created as early as possible, so that the host does not wait here for
-            the number of valid tokens. None creates them here if the products take longer than the wait. False computes
-            ignored tokens too and never waits.
-        process_group: The ranks of a tensor-parallel head, as in `linear_cross_entropy`. Each rank holds some rows of
-            `weight` (and `bias`), and all ranks have the same other arguments. Targets are indices of the whole
-            vocabulary. Every rank gets all results, and dx summed over the ranks. All ranks must call backward.
-        vocab_size: V, required with a process_group unless `weight` is a DTensor.
+        valid_rows: The `ValidRows` of `targets`, or False, as in `linear_cross_entropy`.
+        process_group, vocab_size: The ranks of a tensor-parallel head, and V, as in `linear_cross_entropy`. Targets are
+            indices of the whole vocabulary. Every rank gets all results, and dx summed over the ranks. All ranks must
+            call backward.
 
     Returns:
         The log-probabilities [...] in fp32, or a `LogProbOutput` if a further result is requested. A target that is

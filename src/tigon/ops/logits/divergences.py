@@ -175,10 +175,7 @@ def jsd(
     Returns:
         The loss in fp32. A mean over no valid row is 0. Equal distributions have loss and gradient of exactly zero.
 
-    Raises:
-        TypeError: `input` or `target` is not a floating-point tensor, or `labels` is not an integer tensor.
-        ValueError: Shapes or devices do not match, or an option is out of range.
-
+    Raises: As `kl_div`.
     Source: Agarwal et al., "On-Policy Distillation of Language Models", arXiv:2306.13649.
 
     Example:
@@ -209,10 +206,7 @@ def tvd(
     Returns:
         The loss in fp32. A mean over no valid row is 0.
 
-    Raises:
-        TypeError: `input` or `target` is not a floating-point tensor, or `labels` is not an integer tensor.
-        ValueError: Shapes or devices do not match, or an option is out of range.
-
+    Raises: As `kl_div`.
     Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", arXiv:2307.15190.
 
     Example:

@@ -131,8 +131,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Literal["none"
     """Return gelu(gate) * up. Both get gradients.
 
     Args:
-        gate: [..., I], fp32 | bf16 | fp16, any strides. Without `up` it is [..., 2 I], packed as [gate | up].
-        up: [..., I], or None.
+        gate, up: As in `swiglu`.
         approximate: "none" is the exact GELU, and "tanh" the approximation of Gemma, as in `F.gelu`.
 
     Returns:
@@ -140,8 +139,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Literal["none"
 
     Raises:
         TypeError: An argument is not a floating-point tensor.
-        ValueError: Shapes, dtypes or devices differ, a packed tensor has an odd last dimension, or `approximate` is
-            unknown.
+        ValueError: As in `swiglu`, or `approximate` is unknown.
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202; Hendrycks and Gimpel, arXiv:1606.08415.
 

@@ -243,17 +243,8 @@ class GEGLUMLP(_GatedMLP):
     """The gated MLP of Gemma: `down_proj(geglu(gate_proj(x), up_proj(x)))`, with the parameter names of transformers.
 
     Args:
-        hidden_size: H, the features of the input and of the output.
-        intermediate_size: I, the features of the activation.
-        bias: Whether the three projections have a bias.
+        hidden_size, intermediate_size, bias, factory: As in `SwiGLUMLP`, with the same errors.
         approximate: "none" is the exact GELU, and "tanh" the approximation of Gemma, as in `F.gelu`.
-        factory: The `device` and the `dtype` of the parameters.
-
-    Raises:
-        TypeError: An argument has another type. The forward raises it if its input is not a floating-point tensor.
-        ValueError: A size is not positive, `approximate` is unknown, or `factory` has another option or an unknown
-            device. The forward raises it if its input does not end in H features, or has another dtype or device than
-            the weights.
 
     Example:
         >>> tigon.GEGLUMLP(64, 256)(torch.randn(3, 64)).shape

@@ -176,15 +176,7 @@ class ReLU2MLP(nn.Module):
     """The MLP of Nemotron and Arcee: `down_proj(relu2(up_proj(x)))`, with the parameter names of transformers.
 
     Args:
-        hidden_size: H, the features of the input and of the output.
-        intermediate_size: I, the features of the activation.
-        bias: Whether both projections have a bias.
-        factory: The `device` and the `dtype` of the parameters.
-
-    Raises:
-        TypeError: An argument has another type. The forward raises it if its input is not a floating-point tensor.
-        ValueError: A size is not positive, or `factory` has another option or an unknown device. The forward raises it
-            if its input does not end in H features, or has another dtype or device than the weights.
+        hidden_size, intermediate_size, bias, factory: As in `SwiGLUMLP`, with the same errors.
 
     Example:
         >>> tigon.ReLU2MLP(64, 256)(torch.randn(3, 64)).shape

@@ -96,16 +96,9 @@ class LayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` computed by `layer_norm`, with the same arguments and the same state dict.
 
     Args:
-        normalized_shape: N, or a shape of one dimension.
+        normalized_shape, elementwise_affine, factory: As in `RMSNorm`, with the same errors.
         eps: The number that is added to the variance.
-        elementwise_affine: Whether the module has a weight.
         bias: Whether the module has a bias too. Without a weight it has none.
-        factory: The `device` and the `dtype` of the parameters.
-
-    Raises:
-        TypeError: An argument has another type. The forward raises it if its input is not a floating-point tensor.
-        ValueError: `eps` is negative, `normalized_shape` has several dimensions, or `factory` has another option or an
-            unknown device. The forward raises it if its input does not end in N features.
 
     Example:
         >>> tigon.LayerNorm(64, bias=False)(torch.randn(3, 64)).shape

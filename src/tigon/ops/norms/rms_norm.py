@@ -191,21 +191,16 @@ def add_rms_norm(
     `x`, `residual` and `weight` get gradients.
 
     Args:
-        x: [..., N], fp32 | bf16 | fp16, any strides.
-        residual: [..., N].
-        weight: [N], or None for no scale.
-        eps: The number that is added to the mean square.
-        offset: The number that is added to `weight`, as in `rms_norm`.
-        rounding: Where the normalised value is rounded to the dtype of the sum, as in `rms_norm`.
+        x, residual: [..., N], fp32 | bf16 | fp16, any strides.
+        weight, eps, offset, rounding: As in `rms_norm`.
 
     Returns:
         y [..., N], which is `rms_norm` of the sum, and the sum [..., N], rounded to the common dtype of `x` and
         `residual`. Either may be left unused.
 
     Raises:
-        TypeError: `x`, `residual` or `weight` is not a floating-point tensor, or `eps` or `offset` is not a number.
-        ValueError: `x` is a scalar, `residual` has another shape than `x`, `weight` does not have shape [N], two
-            tensors are on different devices, `rounding` is unknown, or `eps` is negative.
+        TypeError: As in `rms_norm`, also for `residual`.
+        ValueError: As in `rms_norm`, or `residual` has another shape or device than `x`.
 
     Source: the residual stream of pre-norm transformers, Xiong et al., arXiv:2002.04745; the norm as in `rms_norm`.
 
