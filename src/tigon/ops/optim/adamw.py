@@ -84,7 +84,7 @@ class AdamW(torch.optim.AdamW):
         # Options that change nothing are not stored, so that the groups and the state dict are those of torch.
         compact: dict[str, Any] = {"state": state, "master": master, "stochastic_rounding": stochastic_rounding}
         compact = {name: x for name, x in compact.items() if x is not compact_states.OPTIONS[name]}
-        with _prefixed_errors():
+        with prefixed_errors("AdamW"):
             super().__init__(params, **options)
         self.defaults |= compact
         if max_grad_norm is not None:
@@ -107,7 +107,7 @@ class AdamW(torch.optim.AdamW):
             _check_options(param_group)
             if "max_grad_norm" in param_group:
                 raise ValueError("AdamW: max_grad_norm must be an option of the optimizer, got a group with it")
-        with _prefixed_errors():
+        with prefixed_errors("AdamW"):
             super().add_param_group(param_group)
         # Torch has turned the parameters into a list, and added the defaults. All groups share the norm.
         self.param_groups[-1].pop("max_grad_norm", None)
@@ -329,14 +329,14 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _prefixed_errors() -> Iterator[None]:
+def prefixed_errors(op: str) -> Iterator[None]:
     """Put the optimizer's name before the messages of errors that torch raises in the block."""
     try:
         yield
     except (TypeError, ValueError, RuntimeError) as error:
-        if type(error) not in (TypeError, ValueError, RuntimeError) or str(error).startswith("AdamW: "):
+        if type(error) not in (TypeError, ValueError, RuntimeError) or str(error).startswith(f"{op}: "):
             raise
-        raise type(error)(f"AdamW: {error}") from error
+        raise type(error)(f"{op}: {error}") from error
 
 
 def _increment_steps(parameters: Iterable[AdamWTensors]) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tigon.ops.optim import compact_states
-from tigon.ops.optim.adamw import AdamW, check_number
+from tigon.ops.optim.adamw import AdamW, check_number, prefixed_errors
 from tigon.ops.optim.dtensors import is_dtensor, local_part
 from tigon.ops.optim.muon_kernels import (
     Matrix,
@@ -101,13 +101,9 @@ class Muon(_TorchMuon):
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
         }  # fmt: skip
         _check_options(defaults)
-        try:
+        with prefixed_errors("Muon"):
             # The constructor of torch's Muon refuses groups of AdamW and matrices of experts.
             torch.optim.Optimizer.__init__(self, params, defaults)
-        except (TypeError, ValueError) as error:
-            if type(error) not in (TypeError, ValueError) or str(error).startswith("Muon: "):
-                raise
-            raise type(error)(f"Muon: {error}") from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with separate options; see `torch.optim.Optimizer.add_param_group`."""
