@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tigon
 from graphs.emulation import emulate
 from graphs.steps import TwoBiases, batch, llama, lora, qwen3_moe, run_both, train, train_module
-from tigon.graphs import forward, obstacles
+from tigon.graphs import calls, forward
 from tigon.hf.graphs import find_graphed_forward
 
 pytestmark = pytest.mark.no_interpreter("The emulation of graphs needs no kernel.")
@@ -256,8 +256,8 @@ def do_not_train(model):
 
 def train_in_a_group_of_two_ranks(model):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(obstacles.dist, "is_initialized", lambda: True)
-        patch.setattr(obstacles.dist, "get_world_size", lambda: 2)
+        patch.setattr(calls.dist, "is_initialized", lambda: True)
+        patch.setattr(calls.dist, "get_world_size", lambda: 2)
         return train(model)
 
 
