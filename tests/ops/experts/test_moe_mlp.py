@@ -62,7 +62,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@one_in(3, layout=LAYOUTS, dtype=DTYPES, router_dtype=["same", torch.float32])
+@one_in(4, layout=LAYOUTS, dtype=DTYPES, router_dtype=["same", torch.float32])
 def test_moe_mlp_accuracy(layout, dtype, router_dtype):
     weights = _normal(T, K, dtype=dtype if router_dtype == "same" else router_dtype)
     tensors = [_normal(T, H, dtype=dtype), weights, *_experts(dtype, **layout)]

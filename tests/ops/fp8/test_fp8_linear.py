@@ -7,12 +7,13 @@ from torch import Tensor
 
 import fp8_eager
 import tigon
-from op_cases import DEVICE
+from op_cases import DEVICE, one_in
 from tigon.ops.fp8.fp8_linear import fp8_projections
 
 RECIPES = ["tensorwise", "rowwise"]
 recipes = pytest.mark.parametrize("recipe", RECIPES)
-modes = pytest.mark.parametrize("fp8_dw", [True, False], ids=["dW in FP8", "dW in the dtype of x"])
+MODES = {"dW in FP8": True, "dW in the dtype of x": False}
+modes = pytest.mark.parametrize("fp8_dw", MODES.values(), ids=MODES)
 WIDTHS = 64, 32, 48
 # On a GPU the units accumulate with fewer bits, and return rows with their own scales in bf16.
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -47,9 +48,7 @@ def _assert_same(actual, expected) -> None:
         torch.testing.assert_close(a / size, b / size, **TOLERANCE)
 
 
-@pytest.mark.parametrize("shape", [(16, 64), (7, 64), (2, 9, 64), (64,)], ids=str)
-@recipes
-@modes
+@one_in(2, shape=[(16, 64), (7, 64), (2, 9, 64), (64,)], recipe=RECIPES, fp8_dw=MODES)
 def test_fp8_linear_is_the_eager_code(shape, recipe, fp8_dw):
     x, weight, bias = _leaf(*shape), _leaf(48, 64, scale=0.125), _leaf(48)
     y = tigon.fp8_linear(x, weight, bias, recipe=recipe, fp8_dw=fp8_dw)
@@ -149,8 +148,7 @@ def test_without_gradients_nothing_is_saved_and_the_result_is_the_same(recipe):
     assert torch.equal(y, expected)
 
 
-@pytest.mark.parametrize("used", [(0,), (2,), (0, 2)], ids=str)
-@recipes
+@one_in(2, used=[(0,), (2,), (0, 2)], recipe=RECIPES)
 def test_weights_of_unused_outputs_get_no_gradient(used, recipe):
     x, (weights, biases) = _leaf(7, 64), _layers()
     outputs = [fp8_projections(x, weights, biases, recipe=recipe)[i] for i in used]

@@ -5,14 +5,15 @@ import math
 import pytest
 import torch
 
-from op_cases import DEVICE
+from op_cases import DEVICE, one_in
 from tigon.ops.fp8.formats import LARGEST, SMALLEST_AMAX, Factor
 from tigon.ops.fp8.gated_gradients import GatedNeeds, gated_gradients, gated_gradients_reference
 from tigon.ops.fp8.quantisation import Layout, activate, quantise, quantise_gated, quantise_reference
 
 # The largest relative rounding error of a normal value.
 LARGEST_ERROR = 2.0**-4
-recipes = pytest.mark.parametrize("is_rowwise", [False, True], ids=["tensorwise", "rowwise"])
+RECIPES = {"tensorwise": False, "rowwise": True}
+recipes = pytest.mark.parametrize("is_rowwise", RECIPES.values(), ids=RECIPES)
 # Either copy, or both.
 COPIES = {"rows": (True, False), "transposed": (False, True), "both": (True, True)}
 
@@ -114,9 +115,7 @@ SHAPES = [(1, 16), (7, 48), (129, 80), (130, 64)]
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("copies", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@recipes
+@one_in(3, is_rowwise=RECIPES, shape=SHAPES, copies=COPIES)
 def test_kernels_write_what_the_reference_writes(is_rowwise, shape, copies):
     layout, x = Layout(is_rowwise, *copies), _matrix(*shape)
     rows, transposed = quantise([x], layout)
@@ -164,9 +163,7 @@ KINDS = ["silu", "gelu", "gelu_tanh"]
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("copies", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("kind", KINDS)
-@recipes
+@one_in(3, is_rowwise=RECIPES, kind=KINDS, copies=COPIES)
 def test_gated_values_are_quantised_without_another_rounding(is_rowwise, kind, copies):
     gate, up = _matrix(130, 80).clamp(-2, 8), _matrix(130, 80, 1)
     layout = Layout(is_rowwise, *copies)
@@ -178,12 +175,11 @@ def test_gated_values_are_quantised_without_another_rounding(is_rowwise, kind, c
         _assert_close_in_fp8(actual.transposed, expected.transposed, expected.column_scale)
 
 
+NEEDS = [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
+
+
 @pytest.mark.kernels
-@pytest.mark.parametrize(
-    "needs", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
-)
-@pytest.mark.parametrize("kind", KINDS)
-@recipes
+@one_in(3, is_rowwise=RECIPES, kind=KINDS, needs=NEEDS)
 def test_gradients_of_gates_are_quantised_without_another_rounding(is_rowwise, kind, needs):
     da, gate, up = _matrix(130, 48, 2), _matrix(130, 48).clamp(-2, 8), _matrix(130, 48, 1)
     actual = gated_gradients(da, gate, up, kind, GatedNeeds(is_rowwise, *needs))

@@ -69,7 +69,7 @@ REDUCED = {
 
 
 @pytest.mark.kernels
-@one_in(3, form=list(FORMS), shape=SHAPES, reduced=REDUCED)
+@one_in(4, form=list(FORMS), shape=SHAPES, reduced=REDUCED)
 @pytest.mark.sampled(in_interpreter=2)
 def test_divergences_are_as_accurate_as_eager_code(form, shape, reduced):
     _, run, reference, options = FORMS[form]

@@ -158,7 +158,7 @@ WAYS = [("state dict", name) for name in FORMATS] + [
 
 
 @pytest.mark.parametrize(("way", "name"), WAYS)
-@pytest.mark.sampled(in_interpreter=2)
+@pytest.mark.sampled(in_interpreter=4)
 def test_copies_continue_the_training(way, name):
     """So steps are deterministic too."""
     options = FORMATS.get(name, {})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from op_cases import DEVICE
+from op_cases import DEVICE, one_in
 from tigon.ops.optim import symmetric_product as products
 from tigon.ops.optim.orthogonalise import (
     gram_newton_schulz,
@@ -42,9 +42,7 @@ SIZES = {
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("by_rows", [True, False], ids=["rows", "columns"])
-@pytest.mark.parametrize("uses_tma", [False, True], ids=["pointers", "TMA"])
+@one_in(2, size=SIZES, by_rows={"rows": True, "columns": False}, uses_tma={"pointers": False, "TMA": True})
 def test_the_kernel_computes_the_reference(size, by_rows, uses_tma):
     if uses_tma and products.TensorDescriptor is None:
         pytest.skip("This Triton has no tensor descriptors.")
