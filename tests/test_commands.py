@@ -187,13 +187,10 @@ def test_commands_are_in_bash_blocks(page):
     assert [line for line in lines if re.match(r"\$? ?(?:tigon (?=[a-z])|pip install|make |python3? )", line)] == []
 
 
-@pytest.mark.parametrize(
-    ("command", "covered"),
-    [
-        ("tigon inspect Llama-3-8B", True), ("tigon inspect no-such-model", False), ("tigon plan llama --seq 0", False),
-        ("make test", True), ("make bench", False), ("python examples/trainer.py", True),
-        ("python examples/time_fp8.py", False), ("pip install '.[hf]'", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("command", "covered"), [
+    ("tigon inspect Llama-3-8B", True), ("tigon inspect no-such-model", False), ("tigon plan llama --seq 0", False),
+    ("make test", True), ("make bench", False), ("python examples/trainer.py", True),
+    ("python examples/time_fp8.py", False), ("pip install '.[hf]'", False),
+])  # fmt: skip
 def test_what_counts_as_covered(command, covered, monkeypatch, tmp_path):
     assert _is_covered(_words(command), monkeypatch, tmp_path) == covered

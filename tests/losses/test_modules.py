@@ -188,21 +188,18 @@ def test_bad_arguments_are_refused_before_any_product():
     torch.testing.assert_close(second, 2 * first)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda h, w, t: tigon.DPOLoss(betta=1.0), ValueError, "DPOLoss: an option must be"),
-        (lambda h, w, t: tigon.DPOLoss()(h[:5], w, t[:5]), ValueError, "dpo_loss: log_probs must have an even"),
-        (lambda h, w, t: tigon.DPOLoss()(h, w, t, h), ValueError, "DPOLoss: ref_weight must be a tensor"),
-        (lambda h, w, t: tigon.DPOLoss()(h, w, t, None, w), ValueError, "DPOLoss: ref_hidden must be a tensor"),
-        (lambda h, w, t: tigon.DPOLoss()(h, w, t, h, w, ref_log_probs=OLD), ValueError, "DPOLoss: only one of"),
-        (lambda h, w, t: tigon.KTOLoss()(h, w, t, LABELS[:5]), ValueError, "kto_loss: is_desirable must have shape"),
-        (lambda h, w, t: tigon.SimPOLoss()(h, w, t, mask=t), TypeError, "SimPOLoss: mask must be a bool tensor"),
-        (lambda h, w, t: tigon.GRPOLoss(loss_type="x")(h, w, t, ADVANTAGES), ValueError, "grpo_loss: loss_type must"),
-        (lambda h, w, t: tigon.PPOLoss()(h, w, t, ADVANTAGES, kl=OLD), ValueError, "PPOLoss: a tensor must be"),
-        (lambda h, w, t: tigon.RLOOLoss()(h, w, t, ADVANTAGES[:3]), ValueError, "rloo_loss: advantages must have"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda h, w, t: tigon.DPOLoss(betta=1.0), ValueError, "DPOLoss: an option must be"),
+    (lambda h, w, t: tigon.DPOLoss()(h[:5], w, t[:5]), ValueError, "dpo_loss: log_probs must have an even"),
+    (lambda h, w, t: tigon.DPOLoss()(h, w, t, h), ValueError, "DPOLoss: ref_weight must be a tensor"),
+    (lambda h, w, t: tigon.DPOLoss()(h, w, t, None, w), ValueError, "DPOLoss: ref_hidden must be a tensor"),
+    (lambda h, w, t: tigon.DPOLoss()(h, w, t, h, w, ref_log_probs=OLD), ValueError, "DPOLoss: only one of"),
+    (lambda h, w, t: tigon.KTOLoss()(h, w, t, LABELS[:5]), ValueError, "kto_loss: is_desirable must have shape"),
+    (lambda h, w, t: tigon.SimPOLoss()(h, w, t, mask=t), TypeError, "SimPOLoss: mask must be a bool tensor"),
+    (lambda h, w, t: tigon.GRPOLoss(loss_type="x")(h, w, t, ADVANTAGES), ValueError, "grpo_loss: loss_type must"),
+    (lambda h, w, t: tigon.PPOLoss()(h, w, t, ADVANTAGES, kl=OLD), ValueError, "PPOLoss: a tensor must be"),
+    (lambda h, w, t: tigon.RLOOLoss()(h, w, t, ADVANTAGES[:3]), ValueError, "rloo_loss: advantages must have"),
+])  # fmt: skip
 def test_bad_input_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call(*make())

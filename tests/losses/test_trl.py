@@ -240,17 +240,13 @@ def _bind(trainer, trainer_class, *names):
 REFERENCE_FREE = ("concatenated_inputs", "get_batch_logps", "concatenated_forward", "get_batch_loss_metrics")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        {"loss_type": "sigmoid"}, {"loss_type": "hinge", "beta": 0.9}, {"loss_type": "ipo", "cpo_alpha": 0.0},
-        {"loss_type": "simpo", "simpo_gamma": 0.8, "cpo_alpha": 0.3}, {"loss_type": "sigmoid", "label_smoothing": 0.2},
-        {"loss_type": "simpo", "label_smoothing": 0.1}, {"loss_type": "simpo", "alpha": 0.4},
-        {"loss_type": "sigmoid", "alpha": 0.05}, {"loss_type": "hinge", "alpha": -0.1},
-        {"loss_type": "ipo", "alpha": 0.2},
-    ],
-    ids=_name,
-)  # fmt: skip
+@pytest.mark.parametrize("case", [
+    {"loss_type": "sigmoid"}, {"loss_type": "hinge", "beta": 0.9}, {"loss_type": "ipo", "cpo_alpha": 0.0},
+    {"loss_type": "simpo", "simpo_gamma": 0.8, "cpo_alpha": 0.3}, {"loss_type": "sigmoid", "label_smoothing": 0.2},
+    {"loss_type": "simpo", "label_smoothing": 0.1}, {"loss_type": "simpo", "alpha": 0.4},
+    {"loss_type": "sigmoid", "alpha": 0.05}, {"loss_type": "hinge", "alpha": -0.1},
+    {"loss_type": "ipo", "alpha": 0.2},
+], ids=_name)  # fmt: skip
 def test_cpo(case):
     from trl.experimental.cpo.cpo_trainer import CPOTrainer
 

@@ -101,13 +101,10 @@ def copies(monkeypatch) -> Iterator[list[tuple[str, int]]]:
         yield directions
 
 
-@pytest.mark.parametrize(
-    ("level", "repeated"),
-    [
-        ("default", 0), ("checkpoint", 3), ("checkpoint+attention", 0), ("checkpoint+attention:2", 1),
-        ("checkpoint+attention:1+offload:2", 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("level", "repeated"), [
+    ("default", 0), ("checkpoint", 3), ("checkpoint+attention", 0), ("checkpoint+attention:2", 1),
+    ("checkpoint+attention:1+offload:2", 2),
+])  # fmt: skip
 def test_backward_calls_attention_again_only_in_layers_without_saved_outputs(level, repeated):
     """The last of four layers runs once at every level."""
     assert count_calls(make_model(level)) == LAYERS + repeated
@@ -198,14 +195,11 @@ def test_outputs_move_to_the_host_with_the_inputs(copies):
     assert inputs.pages.capacity == (LAYERS - 1) * (6 + 6 + 1) * 1024
 
 
-@pytest.mark.parametrize(
-    ("level", "moved"),
-    [
-        ("checkpoint+attention+offload:1", [OUTPUT, OUTPUT, LSE]),
-        ("checkpoint+attention:1+offload", [OUTPUT, OUTPUT, OUTPUT, OUTPUT, LSE]),
-        ("checkpoint+attention:1+offload:2", [OUTPUT, OUTPUT]),
-    ],
-)
+@pytest.mark.parametrize(("level", "moved"), [
+    ("checkpoint+attention+offload:1", [OUTPUT, OUTPUT, LSE]),
+    ("checkpoint+attention:1+offload", [OUTPUT, OUTPUT, OUTPUT, OUTPUT, LSE]),
+    ("checkpoint+attention:1+offload:2", [OUTPUT, OUTPUT]),
+])  # fmt: skip
 def test_numbers_of_layers_move(level, moved, copies):
     model = make_model(level)
     assert_same_bits(step(model), step(make_model("default")))
@@ -213,14 +207,11 @@ def test_numbers_of_layers_move(level, moved, copies):
     assert sorted(copies[len(moved) :]) == sorted(("back", size) for size in moved)
 
 
-@pytest.mark.parametrize(
-    ("pages", "message"),
-    [
-        # The inputs of three layers take 18 pages, and the outputs of each layer take 7.
-        (17, r"memory='checkpoint\+offload' needs .* for the inputs of 3 layers"),
-        (26, r"outputs of attention of 2 layers, .*'checkpoint\+attention:1\+offload' saves the outputs of 1 layers"),
-    ],
-)
+@pytest.mark.parametrize(("pages", "message"), [
+    # The inputs of three layers take 18 pages, and the outputs of each layer take 7.
+    (17, r"memory='checkpoint\+offload' needs .* for the inputs of 3 layers"),
+    (26, r"outputs of attention of 2 layers, .*'checkpoint\+attention:1\+offload' saves the outputs of 1 layers"),
+])  # fmt: skip
 def test_too_little_host_memory_is_an_error(pages, message, copies, monkeypatch):
     model = make_model("checkpoint+attention+offload")
     inputs = model.model.layers[0]._gradient_checkpointing_func.place.inputs

@@ -52,17 +52,14 @@ def test_other_names_are_refused(name):
         check_memory("op", name)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"level": "offload"}, ValueError, "level must be .*'checkpoint'.*, got 'offload'"),
-        ({"level": "lean", "offload": True}, ValueError, "offload needs level='checkpoint', got level='lean'"),
-        ({"level": "checkpoint", "mlp": 2}, ValueError, "mlp needs level='lean', got level='checkpoint'"),
-        ({"attention": True}, ValueError, "attention needs level='checkpoint', got level='default'"),
-        ({"level": "lean", "mlp": 0}, ValueError, "mlp must be at least 1 layer, got 0"),
-        ({"level": "lean", "mlp": "2"}, TypeError, "mlp must be True, False or a number of layers, got '2'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    ({"level": "offload"}, ValueError, "level must be .*'checkpoint'.*, got 'offload'"),
+    ({"level": "lean", "offload": True}, ValueError, "offload needs level='checkpoint', got level='lean'"),
+    ({"level": "checkpoint", "mlp": 2}, ValueError, "mlp needs level='lean', got level='checkpoint'"),
+    ({"attention": True}, ValueError, "attention needs level='checkpoint', got level='default'"),
+    ({"level": "lean", "mlp": 0}, ValueError, "mlp must be at least 1 layer, got 0"),
+    ({"level": "lean", "mlp": "2"}, TypeError, "mlp must be True, False or a number of layers, got '2'"),
+])  # fmt: skip
 def test_impossible_combinations_are_refused(arguments, error, message):
     with pytest.raises(error, match=f"^Memory: {message}"):
         Memory(**arguments)

@@ -71,16 +71,13 @@ def test_models_save_less(model_type, dtype):
     assert_lean(lean, default, least, input_ids=tokens, labels=tokens)
 
 
-@pytest.mark.parametrize(
-    ("weights", "dtype"),
-    [
-        pytest.param(weights, dtype, id=f"{name}-{weights}")
-        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
-        for weights in ("full", "4 bit", "8 bit")
-        # bitsandbytes computes 8-bit layers only in fp16.
-        if (weights, name) != ("8 bit", "bf16")
-    ],
-)
+@pytest.mark.parametrize(("weights", "dtype"), [
+    pytest.param(weights, dtype, id=f"{name}-{weights}")
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+    for weights in ("full", "4 bit", "8 bit")
+    # bitsandbytes computes 8-bit layers only in fp16.
+    if (weights, name) != ("8 bit", "bf16")
+])  # fmt: skip
 def test_models_with_adapters_save_less(weights, dtype):
     def change(model: nn.Module) -> nn.Module:
         model = model.to(dtype)

@@ -106,8 +106,7 @@ def test_strides_of_the_inputs_do_not_matter(case: Case, step: int):
     tensors = case.inputs()
     strided = [_strided(x, step) for x in tensors]
     expected, actual = outputs_and_gradients(case.run, tensors), outputs_and_gradients(case.run, strided)
-    for a, b in zip([*actual[0], *actual[1]], [*expected[0], *expected[1]], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close([*actual[0], *actual[1]], [*expected[0], *expected[1]], rtol=1e-5, atol=1e-6)
 
 
 def _with_gaps(x: torch.Tensor) -> torch.Tensor:
@@ -138,8 +137,7 @@ def test_upstream_gradients_may_have_any_layout(case: Case):
         upstream = [layout(dy) for dy in values]
         expected = torch.autograd.grad(outputs, leaves, [dy.contiguous() for dy in upstream], retain_graph=True)
         actual = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
-        for a, b in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, b, **tolerance)
+        torch.testing.assert_close(actual, expected, **tolerance)
 
 
 @every_op
@@ -161,5 +159,4 @@ def test_an_op_compiles_without_a_graph_break(case: Case):
     compiled = torch.compile(case.run, fullgraph=True, backend=backend)
     for tensors in (case.inputs(), case.inputs(seed=3)):
         expected, actual = outputs_and_gradients(case.run, tensors), outputs_and_gradients(compiled, tensors)
-        for a, b in zip([*actual[0], *actual[1]], [*expected[0], *expected[1]], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close([*actual[0], *actual[1]], [*expected[0], *expected[1]], rtol=1e-5, atol=1e-6)

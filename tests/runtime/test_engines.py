@@ -32,18 +32,15 @@ def hook_of(module: str):
     return hook
 
 
-@pytest.mark.parametrize(
-    ("module", "values", "twice"),
-    [
-        ("torch.distributed.fsdp._fully_shard._fsdp_state", True, True), ("torch.utils.flop_counter", True, False),
-        ("torch.ao.quantization.quantize", False, False), ("deepspeed.runtime.zero.parameter_offload", True, True),
-        ("accelerate.hooks", True, True), ("transformers.distributed.tensor_parallel", True, True),
-        ("transformers.integrations.tensor_parallel", True, True), ("transformers.integrations.neftune", False, False),
-        ("transformers.utils.output_capturing", False, True),
-        ("transformers.models.llama.modeling_llama", False, False), ("torchvision.ops", False, False),
-        ("__main__", False, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("module", "values", "twice"), [
+    ("torch.distributed.fsdp._fully_shard._fsdp_state", True, True), ("torch.utils.flop_counter", True, False),
+    ("torch.ao.quantization.quantize", False, False), ("deepspeed.runtime.zero.parameter_offload", True, True),
+    ("accelerate.hooks", True, True), ("transformers.distributed.tensor_parallel", True, True),
+    ("transformers.integrations.tensor_parallel", True, True), ("transformers.integrations.neftune", False, False),
+    ("transformers.utils.output_capturing", False, True),
+    ("transformers.models.llama.modeling_llama", False, False), ("torchvision.ops", False, False),
+    ("__main__", False, False),
+])  # fmt: skip
 @pytest.mark.parametrize("wrap", [lambda hook: hook, functools.partial], ids=["function", "partial"])
 def test_each_hook_has_both_answers(module, values, twice, wrap):
     hook = wrap(hook_of(module))

@@ -112,19 +112,15 @@ except ImportError as error:
 OLD = "tigon needs torch 2.8 or later (2.7.1+cu126 is installed), triton 3.4 or later (3.3.1 is installed)"
 
 
-@pytest.mark.parametrize(
-    ("versions", "message"),
-    [
-        ({"torch": "2.7.1+cu126", "triton": "3.3.1"}, f"{OLD}: pip install 'torch>=2.8' 'triton>=3.4'"),
-        ({"torch": "2.6.0"}, "tigon needs torch 2.8 or later (2.6.0 is installed): pip install 'torch>=2.8'"),
-        ({"triton": "3.2.0"}, "tigon needs triton 3.4 or later (3.2.0 is installed): pip install 'triton>=3.4'"),
-        ({"triton": None}, "tigon needs triton: pip install 'triton>=3.4'"),
-        ({"torch": None, "triton": None}, "tigon needs torch, triton: pip install 'torch>=2.8' 'triton>=3.4'"),
-        ({"torch": "2.8.0a0+git1234567", "triton": "3.4.0"}, ""),  # A build from source counts as the release.
-        ({"torch": "2.10.0", "triton": "3.10"}, ""),  # Numbers are not compared as text.
-    ],
-    ids=["both old", "old torch", "old triton", "no triton", "neither", "built from source", "two digits"],
-)
+@pytest.mark.parametrize(("versions", "message"), [
+    ({"torch": "2.7.1+cu126", "triton": "3.3.1"}, f"{OLD}: pip install 'torch>=2.8' 'triton>=3.4'"),
+    ({"torch": "2.6.0"}, "tigon needs torch 2.8 or later (2.6.0 is installed): pip install 'torch>=2.8'"),
+    ({"triton": "3.2.0"}, "tigon needs triton 3.4 or later (3.2.0 is installed): pip install 'triton>=3.4'"),
+    ({"triton": None}, "tigon needs triton: pip install 'triton>=3.4'"),
+    ({"torch": None, "triton": None}, "tigon needs torch, triton: pip install 'torch>=2.8' 'triton>=3.4'"),
+    ({"torch": "2.8.0a0+git1234567", "triton": "3.4.0"}, ""),  # A build from source counts as the release.
+    ({"torch": "2.10.0", "triton": "3.10"}, ""),  # Numbers are not compared as text.
+], ids=["both old", "old torch", "old triton", "no triton", "neither", "built from source", "two digits"])  # fmt: skip
 def test_import_refuses_old_packages_in_one_error(versions, message):
     assert import_with(**versions) == message
 
@@ -141,15 +137,11 @@ def old_transformers(monkeypatch):
     return transformers
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: tigon.patch("llama"), lambda: tigon.AutoModelForCausalLM.from_config(None),
-        lambda: tigon.AutoModelForSequenceClassification.from_config(None),
-        lambda: tigon.AutoModelForCausalLM.from_pretrained("somewhere"),
-    ],
-    ids=["a type", "from_config", "classifier", "from_pretrained"],
-)  # fmt: skip
+@pytest.mark.parametrize("call", [
+    lambda: tigon.patch("llama"), lambda: tigon.AutoModelForCausalLM.from_config(None),
+    lambda: tigon.AutoModelForSequenceClassification.from_config(None),
+    lambda: tigon.AutoModelForCausalLM.from_pretrained("somewhere"),
+], ids=["a type", "from_config", "classifier", "from_pretrained"])  # fmt: skip
 def test_old_transformers_is_refused(old_transformers, call):
     with pytest.raises(ImportError, match=OLD_TRANSFORMERS):
         call()
@@ -168,13 +160,10 @@ def test_models_of_old_transformers_are_refused(old_transformers):
     assert tigon.patch(torch.nn.Sequential(torch.nn.RMSNorm(4, eps=1e-6)))
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: tigon.patch("llama"), lambda: tigon.AutoModelForCausalLM.from_config(None),
-        lambda: tigon.cli.inspect.build.find_config("Llama-3-8B"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("call", [
+    lambda: tigon.patch("llama"), lambda: tigon.AutoModelForCausalLM.from_config(None),
+    lambda: tigon.cli.inspect.build.find_config("Llama-3-8B"),
+])  # fmt: skip
 def test_error_without_transformers_names_the_extra(call, monkeypatch):
     importlib.import_module("tigon.cli.inspect.build")
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -49,15 +49,12 @@ def test_kernels_are_compiled_at_the_shapes_of_the_benchmark():
             assert (case.shape[first:], options) in compiled_shapes, case.name
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"spilled": 24}, "spills"), ({"threads": 2048}, "more than 1024 threads"),
-        ({"shared": 10**6}, "more than 232448 bytes of shared memory"),
-        ({"spilled": 24, "threads": 2048}, "spills, more than 1024 threads"),
-        (ValueError("no such\ninstruction"), "does not compile: ValueError: no such\ninstruction"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "problem"), [
+    ({"spilled": 24}, "spills"), ({"threads": 2048}, "more than 1024 threads"),
+    ({"shared": 10**6}, "more than 232448 bytes of shared memory"),
+    ({"spilled": 24, "threads": 2048}, "spills, more than 1024 threads"),
+    (ValueError("no such\ninstruction"), "does not compile: ValueError: no such\ninstruction"),
+])  # fmt: skip
 def test_the_reason_why_a_kernel_must_not_ship_is_named(monkeypatch, change, problem):
     def resources_of(launch, chip):
         if isinstance(change, Exception):

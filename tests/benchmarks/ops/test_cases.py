@@ -32,15 +32,12 @@ def test_the_cases_of_the_results_exist_and_those_of_two_tags_are_among_them():
         assert all(name in text for name in names), tag
 
 
-@pytest.mark.parametrize(
-    ("name", "floor"),
-    [
-        ("rms_norm/llama-3-8b/16384x4096", 0.157), ("rope/llama-3-8b/4x4096x32x8x128", 0.157),
-        ("swiglu/llama-3-8b/16384x14336", 0.874), ("cross_entropy/llama-3-8b/8192x128256", 0.978),
-        ("add_rms_norm/llama-3-8b/16384x4096", 0.250), ("qk_norm_rope/qwen3-8b/4x4096x32x8x128", 0.196),
-        ("relu2/minitron-8b/16384x16384", 0.624), ("kl_div/llama-3-8b/4096x128256", 0.733),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "floor"), [
+    ("rms_norm/llama-3-8b/16384x4096", 0.157), ("rope/llama-3-8b/4x4096x32x8x128", 0.157),
+    ("swiglu/llama-3-8b/16384x14336", 0.874), ("cross_entropy/llama-3-8b/8192x128256", 0.978),
+    ("add_rms_norm/llama-3-8b/16384x4096", 0.250), ("qk_norm_rope/qwen3-8b/4x4096x32x8x128", 0.196),
+    ("relu2/minitron-8b/16384x16384", 0.624), ("kl_div/llama-3-8b/4096x128256", 0.733),
+])  # fmt: skip
 def test_the_floor_by_memory_counts_each_tensor_once(name, floor):
     """The floors are milliseconds for reading and writing each tensor once at 4.3 TB/s."""
     case = by_name[name]

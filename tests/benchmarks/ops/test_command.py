@@ -188,18 +188,15 @@ def test_ctrl_c_writes_the_cases_that_were_measured(run, monkeypatch):
     assert [row["case"] for row in report["rows"]] == [TINY[0].name]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ops", "sofmax"], "bench: ops must be among"),
-        (["--against", "no-such-ref"], "bench: --against must name a commit of"),
-        (["--against", "--quick"], "--against"), (["--cases", "nowhere"], "bench: cases must match"),
-        (["--providers", "liga"], "bench: providers must be among"),
-        (["--ops", "rms_norm", "--providers", "cce"], "bench: none of the ops chosen has a provider among 'cce'"),
-        (["--device", "tpu"], "--device: must be auto, cpu, cuda or cuda:N, got 'tpu'"),
-        (["--out", __file__], "--out: must be a folder that can be written, got"), (["--rounds", "0"], "--rounds"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--ops", "sofmax"], "bench: ops must be among"),
+    (["--against", "no-such-ref"], "bench: --against must name a commit of"),
+    (["--against", "--quick"], "--against"), (["--cases", "nowhere"], "bench: cases must match"),
+    (["--providers", "liga"], "bench: providers must be among"),
+    (["--ops", "rms_norm", "--providers", "cce"], "bench: none of the ops chosen has a provider among 'cce'"),
+    (["--device", "tpu"], "--device: must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+    (["--out", __file__], "--out: must be a folder that can be written, got"), (["--rounds", "0"], "--rounds"),
+])  # fmt: skip
 def test_bad_options_are_refused_before_anything_is_written(run, arguments, message):
     code, output, report = run(*arguments)
     assert code == 2

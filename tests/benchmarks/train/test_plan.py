@@ -98,38 +98,34 @@ def test_a_search_doubles_and_then_halves_the_gap(sizes, limit, resolution, room
     assert fitting_sizes == [size for size in tried if size <= room]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model": "llame"}, "model must be a preset .Llama-3-8B, .* got 'llame'"),
-        ({"model": "t5"}, "must be a causal language model, got 't5'"),
-        ({"layers": 3}, "layers must be between 1 and 2, the number of the model's layers, got 3"),
-        ({"batch": 0}, "batch must be at least 1, got 0"), ({"seq": 1}, "seq must be at least 2, got 1"),
-        ({"seq": 10**6}, "text must hold a sequence of 1000000 tokens"),
-        ({"sweep": "width"}, "sweep must be one of seq, batch, got 'width'"), ({"sizes": "1,2"}, "sizes needs a sweep"),
-        ({"sweep": "seq", "sizes": "64,x"}, "sizes must be positive integers, separated by commas, got '64,x'"),
-        ({"sweep": "seq", "curves": True}, "curves are compared at one size"),
-        ({"curves": True, "batch": 1}, "curves need a batch of at least 2"),
-        ({"curves": True, "providers": "tigon"}, "curves are compared with stock's"),
-        ({"device": "cuda", "gpus": 99}, "gpus must be at most those that torch sees"),
-        *(
-            ({"lengths": text}, f"lengths must be a range such as .*, got '{text}'")
-            for text in ("8-33", "9", "1-8", "9-9")
-        ),
-        ({"trl": True, "lengths": "8-32"}, "lengths cannot be combined with trl"),
-        ({"trl": True}, "text must have 26 paragraphs of at least 32 tokens, got 0"),
-        ({"trl": True, "providers": "stock,liger"}, "trl needs providers of stock and tigon, got 'liger'"),
-        ({"lr": 0.0}, "lr must be positive and finite, got 0.0"),
-        ({"lr": float("inf")}, "lr must be positive and finite, got inf"),
-        ({"lora": 0}, "lora must be at least 1, got 0"),
-        ({"qlora": True}, "qlora needs the rank of its adapters: --lora, got none"),
-        ({"lora": 4, "gpus": 2, "device": "cpu"}, "gpus must be 1 with lora, whose model is not sharded, got 2"),
-        ({"providers": "stock,frozen"}, "the provider frozen is compared with adapters: it needs --lora, got none"),
-        ({"providers": "unsloth-checkpoint"}, "the provider unsloth-checkpoint trains only adapters: it needs --lora"),
-        ({"model": "./nowhere"}, "train: model must be a file or folder that exists, got './nowhere'"),
-    ],
-    ids=lambda value: ",".join(map(str, value)) if isinstance(value, dict) else "",
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "message"), [
+    ({"model": "llame"}, "model must be a preset .Llama-3-8B, .* got 'llame'"),
+    ({"model": "t5"}, "must be a causal language model, got 't5'"),
+    ({"layers": 3}, "layers must be between 1 and 2, the number of the model's layers, got 3"),
+    ({"batch": 0}, "batch must be at least 1, got 0"), ({"seq": 1}, "seq must be at least 2, got 1"),
+    ({"seq": 10**6}, "text must hold a sequence of 1000000 tokens"),
+    ({"sweep": "width"}, "sweep must be one of seq, batch, got 'width'"), ({"sizes": "1,2"}, "sizes needs a sweep"),
+    ({"sweep": "seq", "sizes": "64,x"}, "sizes must be positive integers, separated by commas, got '64,x'"),
+    ({"sweep": "seq", "curves": True}, "curves are compared at one size"),
+    ({"curves": True, "batch": 1}, "curves need a batch of at least 2"),
+    ({"curves": True, "providers": "tigon"}, "curves are compared with stock's"),
+    ({"device": "cuda", "gpus": 99}, "gpus must be at most those that torch sees"),
+    *(
+        ({"lengths": text}, f"lengths must be a range such as .*, got '{text}'")
+        for text in ("8-33", "9", "1-8", "9-9")
+    ),
+    ({"trl": True, "lengths": "8-32"}, "lengths cannot be combined with trl"),
+    ({"trl": True}, "text must have 26 paragraphs of at least 32 tokens, got 0"),
+    ({"trl": True, "providers": "stock,liger"}, "trl needs providers of stock and tigon, got 'liger'"),
+    ({"lr": 0.0}, "lr must be positive and finite, got 0.0"),
+    ({"lr": float("inf")}, "lr must be positive and finite, got inf"),
+    ({"lora": 0}, "lora must be at least 1, got 0"),
+    ({"qlora": True}, "qlora needs the rank of its adapters: --lora, got none"),
+    ({"lora": 4, "gpus": 2, "device": "cpu"}, "gpus must be 1 with lora, whose model is not sharded, got 2"),
+    ({"providers": "stock,frozen"}, "the provider frozen is compared with adapters: it needs --lora, got none"),
+    ({"providers": "unsloth-checkpoint"}, "the provider unsloth-checkpoint trains only adapters: it needs --lora"),
+    ({"model": "./nowhere"}, "train: model must be a file or folder that exists, got './nowhere'"),
+], ids=lambda value: ",".join(map(str, value)) if isinstance(value, dict) else "")  # fmt: skip
 def test_bad_options_are_refused(options, change, message):
     with pytest.raises(ValueError, match=message):
         make_plan(replace(options, **change))

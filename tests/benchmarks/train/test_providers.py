@@ -39,19 +39,16 @@ def test_the_name_of_a_provider_sets_its_fields():
     assert {p.base for p in chosen if p.compiles} == {"compile", "torchao"}
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ("stock,tigon-leen", "must be among stock, liger, .*, got 'tigon-leen'"),
-        ("stock,stock", "must be named once, got 'stock' again"),
-        ("unslot", "got 'unslot'"),
-        (",", "must name at least one"),
-        *((name, f"must be among .*, got '{name}'") for name in (
-            "stock-adamw8bit", "tigon-leen-adamw8bit", "tigon-adamw4bit", "tigon-fp8", "tigon-fp8-blockwise",
-            "tigon-leen-fp8-rowwise", "tigon-rowwise", "stock-graphs", "tigon-graphs-pad64", "compile-max-autotune",
-        )),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("names", "message"), [
+    ("stock,tigon-leen", "must be among stock, liger, .*, got 'tigon-leen'"),
+    ("stock,stock", "must be named once, got 'stock' again"),
+    ("unslot", "got 'unslot'"),
+    (",", "must name at least one"),
+    *((name, f"must be among .*, got '{name}'") for name in (
+        "stock-adamw8bit", "tigon-leen-adamw8bit", "tigon-adamw4bit", "tigon-fp8", "tigon-fp8-blockwise",
+        "tigon-leen-fp8-rowwise", "tigon-rowwise", "stock-graphs", "tigon-graphs-pad64", "compile-max-autotune",
+    )),
+])  # fmt: skip
 def test_wrong_providers_are_refused(names, message):
     with pytest.raises(ValueError, match=message):
         providers.select(names)

@@ -123,16 +123,13 @@ def test_a_gated_mlp_is_one_node(recipe, level):
     assert (y - expected).norm() < limit * (y - exact).norm()
 
 
-@pytest.mark.parametrize(
-    ("recipe", "in_fp8", "passes", "passes_without_maximum"),
-    [
-        pytest.param("tensorwise", [True, True, True], 0, 3, id="tensorwise"),
-        # The gated kernel can only find one maximum of both dgate and dup. The product with B finds that of dgate.
-        pytest.param("tensorwise", [True, False, True], 0, 2, id="up is not in FP8"),
-        # A pass over a row of `a` finds its maximum and quantises it.
-        pytest.param("rowwise", [True, True, True], 2, 2, id="rowwise"),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "in_fp8", "passes", "passes_without_maximum"), [
+    pytest.param("tensorwise", [True, True, True], 0, 3, id="tensorwise"),
+    # The gated kernel can only find one maximum of both dgate and dup. The product with B finds that of dgate.
+    pytest.param("tensorwise", [True, False, True], 0, 2, id="up is not in FP8"),
+    # A pass over a row of `a` finds its maximum and quantises it.
+    pytest.param("rowwise", [True, True, True], 2, 2, id="rowwise"),
+])  # fmt: skip
 def test_a_gated_mlp_has_no_pass_for_the_maxima_of_what_its_kernels_write(
     monkeypatch, recipe, in_fp8, passes, passes_without_maximum
 ):
@@ -150,16 +147,13 @@ def test_a_gated_mlp_has_no_pass_for_the_maxima_of_what_its_kernels_write(
     assert_fused_passes_change_nothing(monkeypatch, run)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "in_fp8", "passes"),
-    [
-        pytest.param([5, 3], [True, True], 0, id="all layers"),
-        # The kernels read no gradient of a layer without an adapter.
-        pytest.param([5, 0], [True, True], 2, id="a layer without an adapter"),
-        pytest.param([5, 3], [False, True], 0, id="a layer that is not in FP8"),
-        pytest.param([0, 0], [True, True], 3, id="no adapters"),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "in_fp8", "passes"), [
+    pytest.param([5, 3], [True, True], 0, id="all layers"),
+    # The kernels read no gradient of a layer without an adapter.
+    pytest.param([5, 0], [True, True], 2, id="a layer without an adapter"),
+    pytest.param([5, 3], [False, True], 0, id="a layer that is not in FP8"),
+    pytest.param([0, 0], [True, True], 3, id="no adapters"),
+])  # fmt: skip
 def test_low_rank_products_find_the_maxima_of_what_they_read(monkeypatch, ranks, in_fp8, passes):
     """x and the gradients of both layers are quantised, of which the first has larger values."""
     shapes = record_passes(monkeypatch, FIND_MAXIMA)
@@ -176,19 +170,16 @@ def test_low_rank_products_find_the_maxima_of_what_they_read(monkeypatch, ranks,
     assert_fused_passes_change_nothing(monkeypatch, run)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "copies"),
-    [
-        # x and dy are [37, HIDDEN]: the low-rank products find their maxima. The gradients of gate and up are
-        # [37, INNER], and so is a, which no low-rank product reads.
-        pytest.param([5, 4, 3], [(37, HIDDEN), (37, INNER), (37, HIDDEN)], id="all layers"),
-        # The kernels read no gradient of a layer without an adapter, so neither part is copied by them.
-        pytest.param(
-            [5, 0, 3], [(37, HIDDEN), (37, INNER), (37, HIDDEN), (37, INNER), (37, INNER)],
-            id="a layer without an adapter",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("ranks", "copies"), [
+    # x and dy are [37, HIDDEN]: the low-rank products find their maxima. The gradients of gate and up are
+    # [37, INNER], and so is a, which no low-rank product reads.
+    pytest.param([5, 4, 3], [(37, HIDDEN), (37, INNER), (37, HIDDEN)], id="all layers"),
+    # The kernels read no gradient of a layer without an adapter, so neither part is copied by them.
+    pytest.param(
+        [5, 0, 3], [(37, HIDDEN), (37, INNER), (37, HIDDEN), (37, INNER), (37, INNER)],
+        id="a layer without an adapter",
+    ),
+])  # fmt: skip
 def test_low_rank_products_write_the_copies_of_what_they_read(monkeypatch, ranks, copies):
     """The maximum of dgate and dup is known when the low-rank products read them."""
     written = record_passes(monkeypatch, WRITE_COPIES)

@@ -297,20 +297,17 @@ def test_the_product_that_reads_x_finds_its_maximum_or_writes_its_copy(rank, fea
     assert (others == 7.0).all()
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"weight": torch.zeros(4, 3)}, ValueError, r"lora_linear: weight must have shape \[O, I\]"),
-        ({"a": torch.zeros(2, 5)}, ValueError, r"lora_linear: a must have shape \[r, 8\], got \(2, 5\)"),
-        ({"b": torch.zeros(4, 3)}, ValueError, r"lora_linear: b must have shape \(4, 2\), got \(4, 3\)"),
-        ({"b": torch.zeros(4, 2).double()}, ValueError, "lora_linear: a and b must have the same dtype"),
-        ({"lora_bias": torch.zeros(3)}, ValueError, r"lora_linear: lora_bias must have shape \(4,\), got \(3,\)"),
-        ({"scaling": "2"}, TypeError, "lora_linear: scaling must be a number, got str"),
-        ({"dropout": 1.0}, ValueError, "lora_linear: dropout must be below 1, got 1.0"),
-        ({"dropout": -0.1}, ValueError, r"lora_linear: dropout must be in \[0, 1\], got -0.1"),
-        ({"x": 3}, TypeError, "lora_linear: x must be a Tensor, got int"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"weight": torch.zeros(4, 3)}, ValueError, r"lora_linear: weight must have shape \[O, I\]"),
+    ({"a": torch.zeros(2, 5)}, ValueError, r"lora_linear: a must have shape \[r, 8\], got \(2, 5\)"),
+    ({"b": torch.zeros(4, 3)}, ValueError, r"lora_linear: b must have shape \(4, 2\), got \(4, 3\)"),
+    ({"b": torch.zeros(4, 2).double()}, ValueError, "lora_linear: a and b must have the same dtype"),
+    ({"lora_bias": torch.zeros(3)}, ValueError, r"lora_linear: lora_bias must have shape \(4,\), got \(3,\)"),
+    ({"scaling": "2"}, TypeError, "lora_linear: scaling must be a number, got str"),
+    ({"dropout": 1.0}, ValueError, "lora_linear: dropout must be below 1, got 1.0"),
+    ({"dropout": -0.1}, ValueError, r"lora_linear: dropout must be in \[0, 1\], got -0.1"),
+    ({"x": 3}, TypeError, "lora_linear: x must be a Tensor, got int"),
+])  # fmt: skip
 def test_bad_input_is_refused(change, error, message):
     arguments = {"x": torch.zeros(3, 8), "weight": torch.zeros(4, 8), "a": torch.zeros(2, 8), "b": torch.zeros(4, 2)}
     with pytest.raises(error, match=message):

@@ -28,15 +28,11 @@ def test_layers_of_one_form_share_a_plan_that_holds_no_tensor():
     assert all(tensor() is None for tensor in tensors)
 
 
-@pytest.mark.parametrize(
-    ("change", "is_supported"),
-    [
-        (lambda a: a.bfloat16(), True), (lambda a: a.t().contiguous().t(), True), (lambda a: a.flatten(), False),
-        (lambda a: a[:3], False), (lambda a: a.double(), False), (lambda a: a.to("meta"), False),
-        (lambda a: a.to_sparse(), False),
-    ],
-    ids=["dtype", "strides", "sharded", "shape", "fp64", "device", "layout"],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "is_supported"), [
+    (lambda a: a.bfloat16(), True), (lambda a: a.t().contiguous().t(), True), (lambda a: a.flatten(), False),
+    (lambda a: a[:3], False), (lambda a: a.double(), False), (lambda a: a.to("meta"), False),
+    (lambda a: a.to_sparse(), False),
+], ids=["dtype", "strides", "sharded", "shape", "fp64", "device", "layout"])  # fmt: skip
 def test_exchanged_data_has_another_plan(change, is_supported):
     layer = _make_layer()
     before = find_plan(X, [layer]).plan

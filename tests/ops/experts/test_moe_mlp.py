@@ -83,8 +83,7 @@ def test_moe_mlp_accepts_every_form_of_index(index):
     index = index()
     tensors = [_normal(index.shape[0], H), _normal(*index.shape), *_experts(biases=True)]
     results, expected = (outputs_and_gradients(_call(f, index), tensors) for f in (tigon.moe_mlp, moe_mlp_reference))
-    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([*results[0], *results[1]], [*expected[0], *expected[1]], rtol=1e-5, atol=1e-5)
 
 
 @one_in(
@@ -99,8 +98,7 @@ def test_experts_of_other_ranks_add_nothing(layout, absent):
     results, expected = (
         outputs_and_gradients(_call(f, index, **options), tensors) for f in (tigon.moe_mlp, moe_mlp_reference)
     )
-    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([*results[0], *results[1]], [*expected[0], *expected[1]], rtol=1e-5, atol=1e-5)
     assert (results[0][0][4] == 0).all()
 
 
@@ -276,8 +274,7 @@ def test_moe_mlp_accepts_odd_sizes_with_a_function_as_activation(function, sizes
         outputs_and_gradients(_call(f, _index(), activation=function), tensors)
         for f in (tigon.moe_mlp, moe_mlp_reference)
     )
-    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close([*results[0], *results[1]], [*expected[0], *expected[1]], rtol=1e-4, atol=1e-4)
 
 
 def test_moe_mlp_accepts_odd_sizes_without_rows_and_on_meta():

@@ -197,41 +197,34 @@ def test_the_reference_takes_the_same_arguments():
     assert parameters(linear_distillation_reference) == parameters(tigon.linear_distillation)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"teacher_logits": torch.ones(TOKENS, 7)}, "exactly one of .* got teacher_hidden, teacher_logits"),
-        ({"teacher_hidden": None}, "exactly one of .* got none"),
-        ({"teacher_weight": None}, "teacher_hidden needs teacher_weight, got None"),
-        ({"teacher_hidden": torch.ones(TOKENS, 7)}, r"teacher_hidden must have shape \(6, 40\), got \(6, 7\)"),
-        ({"teacher_indices": torch.ones(TOKENS, 7)}, "teacher_indices needs teacher_log_probs, got teacher_hidden"),
-        ({"targets": None, "hard_weight": 0.5}, "hard_weight must be 0 without targets, got 0.5"),
-        ({"divergence": "js"}, "divergence must be one of 'jsd', 'kl', .*, got 'js'"),
-        (
-            {"teacher_weight": torch.ones(9, TEACHER_HIDDEN), "teacher_bias": None, "beta": 1.0},
-            "'reverse_kl' is infinite for a teacher that lacks some of the student's 131 tokens, got 9 tokens",
-        ),
-        (
-            {"teacher_weight": torch.ones(9, TEACHER_HIDDEN), "teacher_bias": None, "divergence": "cosine"},
-            "'cosine' needs the logits of a teacher that has all 131 tokens of the student, got 9 tokens",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"teacher_logits": torch.ones(TOKENS, 7)}, "exactly one of .* got teacher_hidden, teacher_logits"),
+    ({"teacher_hidden": None}, "exactly one of .* got none"),
+    ({"teacher_weight": None}, "teacher_hidden needs teacher_weight, got None"),
+    ({"teacher_hidden": torch.ones(TOKENS, 7)}, r"teacher_hidden must have shape \(6, 40\), got \(6, 7\)"),
+    ({"teacher_indices": torch.ones(TOKENS, 7)}, "teacher_indices needs teacher_log_probs, got teacher_hidden"),
+    ({"targets": None, "hard_weight": 0.5}, "hard_weight must be 0 without targets, got 0.5"),
+    ({"divergence": "js"}, "divergence must be one of 'jsd', 'kl', .*, got 'js'"),
+    (
+        {"teacher_weight": torch.ones(9, TEACHER_HIDDEN), "teacher_bias": None, "beta": 1.0},
+        "'reverse_kl' is infinite for a teacher that lacks some of the student's 131 tokens, got 9 tokens",
+    ),
+    (
+        {"teacher_weight": torch.ones(9, TEACHER_HIDDEN), "teacher_bias": None, "divergence": "cosine"},
+        "'cosine' needs the logits of a teacher that has all 131 tokens of the student, got 9 tokens",
+    ),
+])  # fmt: skip
 def test_bad_arguments_are_refused(change, message):
     with pytest.raises(ValueError, match=f"linear_distillation: .*{message}"):
         tigon.linear_distillation(**{name: x.cpu() for name, x in make().items()} | change)
 
 
 @pytest.mark.parametrize("form", ["probs", "log_probs"])
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"teacher_softcap": 5.0}, "teacher_softcap must be None .* got 5.0 and 1"),
-        ({"teacher_logit_scale": 2.0}, "teacher_logit_scale 1 .* got None and 2"),
-        ({"divergence": "cosine"}, "'cosine' needs the logits of the teacher, got teacher_{form}"),
-    ],
-    ids=["soft cap", "scale", "cosine"],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"teacher_softcap": 5.0}, "teacher_softcap must be None .* got 5.0 and 1"),
+    ({"teacher_logit_scale": 2.0}, "teacher_logit_scale 1 .* got None and 2"),
+    ({"divergence": "cosine"}, "'cosine' needs the logits of the teacher, got teacher_{form}"),
+], ids=["soft cap", "scale", "cosine"])  # fmt: skip
 def test_options_of_logits_are_refused_for_probabilities(form, options, message):
     tensors = {name: make()[name].cpu() for name in ("hidden", "weight")}
     teacher = {f"teacher_{form}": torch.ones(TOKENS, len(tensors["weight"]))}

@@ -95,8 +95,7 @@ def test_results_of_rows_of_several_blocks():
         f(hidden, weight, targets, **NON_DIFFERENTIABLE, **requests)
         for f in (tigon.linear_log_probs, linear_log_probs_reference)
     )
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_temperature_divides_after_the_soft_cap():
@@ -133,8 +132,7 @@ def test_ignore_index_may_be_minus_one_or_a_token():
         assert torch.equal(result.extra_log_probs[:, 0], result.log_probs)
         actual = torch.autograd.grad(result.extra_log_probs.square().sum(), tensors[:2], retain_graph=True)
         expected = torch.autograd.grad(result.log_probs.square().sum(), tensors[:2])
-        for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
@@ -192,13 +190,10 @@ def test_targets_out_of_range_are_nan(value):
     assert dx.isnan().any(-1).nonzero().flatten().tolist() == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("needs", "products"),
-    [
-        pytest.param((True, True), 4, id="both"), pytest.param((True, False), 3, id="frozen head"),
-        pytest.param((False, True), 3, id="frozen trunk"), pytest.param((False, False), 1, id="no gradient"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("needs", "products"), [
+    pytest.param((True, True), 4, id="both"), pytest.param((True, False), 3, id="frozen head"),
+    pytest.param((False, True), 3, id="frozen trunk"), pytest.param((False, False), 1, id="no gradient"),
+])  # fmt: skip
 @pytest.mark.parametrize("division", DIVISIONS.values(), ids=DIVISIONS)
 @pytest.mark.sampled(in_interpreter=5)
 def test_only_needed_products_of_valid_tokens_are_computed(needs, products, division):

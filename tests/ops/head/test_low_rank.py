@@ -132,15 +132,12 @@ def test_no_tensor_of_the_addition_is_larger_than_the_logits_of_a_chunk(dtype):
     assert max(sizes) == 64 * 2048
 
 
-@pytest.mark.parametrize(
-    ("low_rank", "message"),
-    [
-        (lambda h, b: h, "low_rank must be a pair of tensors or None, got Tensor"),
-        (lambda h, b: (h, b[:5]), r"low_rank must have shapes \(..., R\) and \(101, R\), got B \(5, 3\)"),
-        (lambda h, b: (h[:, :2], b), r"low_rank_h must have shape \(83, 3\), got \(83, 2\)"),
-        (lambda h, b: (h.double(), b), "low_rank_h and low_rank_b must have the same dtype, got"),
-    ],
-)
+@pytest.mark.parametrize(("low_rank", "message"), [
+    (lambda h, b: h, "low_rank must be a pair of tensors or None, got Tensor"),
+    (lambda h, b: (h, b[:5]), r"low_rank must have shapes \(..., R\) and \(101, R\), got B \(5, 3\)"),
+    (lambda h, b: (h[:, :2], b), r"low_rank_h must have shape \(83, 3\), got \(83, 2\)"),
+    (lambda h, b: (h.double(), b), "low_rank_h and low_rank_b must have the same dtype, got"),
+])  # fmt: skip
 def test_wrong_factors_are_refused(low_rank, message):
     (x, w, _, h, b), target = _inputs(torch.float32, 3, torch.float32)
     with pytest.raises((TypeError, ValueError), match=message):

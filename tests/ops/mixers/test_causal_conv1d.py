@@ -143,8 +143,7 @@ def test_packed_samples_equal_separate_ones(form, taps, layout):
     runs_kernels = tigon.runtime.device.runs_kernels(tensors[0])
     for a, b in ((y[0], expected[0]), (dx, expected_dx)):
         assert torch.equal(a, b) if runs_kernels else torch.allclose(a, b, rtol=1e-5, atol=1e-6)
-    for a, b in zip(sums, expected_sums, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums, expected_sums, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", _samples("cpu"))
@@ -205,8 +204,7 @@ def test_launch_parameters_do_not_change_the_results(walk):
     expected = outputs_and_gradients(tigon.causal_conv1d, tensors)
     with tuned(ConvConfig, forward=walk, backward=walk):
         actual = outputs_and_gradients(tigon.causal_conv1d, tensors)
-    for a, b in zip([*actual[0], *actual[1]], [*expected[0], *expected[1]], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([*actual[0], *actual[1]], [*expected[0], *expected[1]], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.no_interpreter("It launches no kernel.")

@@ -85,8 +85,7 @@ def test_activations_accept_strided_input(view):
     base = _input(4, 5, 48)
     results = outputs_and_gradients(lambda x: tigon.relu2(view(x)), [base])
     expected = outputs_and_gradients(lambda x: relu2_reference(view(x)), [base])
-    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close([*results[0], *results[1]], [*expected[0], *expected[1]])
 
 
 @pytest.fixture

@@ -60,14 +60,10 @@ def test_factors_of_the_gate_and_of_the_result_are_accurate(level, dtype):
     assert_as_accurate_as_eager(run, reference, _inputs(3, 17, dtype=dtype))
 
 
-@pytest.mark.parametrize(
-    ("level", "frozen", "saved_counts"),
-    [
-        ("default", (), {"x": 1, "gates": 2}), ("lean+mlp", (), {"x": 1, "gates": 0}),
-        ("default", (1, 2, 3), {"x": 0, "gates": 2}), ("lean+mlp", (1, 2, 3), {"x": 1, "gates": 0}),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("level", "frozen", "saved_counts"), [
+    ("default", (), {"x": 1, "gates": 2}), ("lean+mlp", (), {"x": 1, "gates": 0}),
+    ("default", (1, 2, 3), {"x": 0, "gates": 2}), ("lean+mlp", (1, 2, 3), {"x": 1, "gates": 0}),
+], ids=str)  # fmt: skip
 @pytest.mark.kernels
 def test_glu_mlp_saves_only_what_backward_needs(level, frozen, saved_counts):
     inputs = _inputs(2, 9)

@@ -82,15 +82,12 @@ def _stock(model: str, norm: str, together: bool, q_weight, k_weight):
 
 
 @pytest.mark.no_interpreter("The reference decides; the kernels are compared with it.")
-@pytest.mark.parametrize(
-    ("model", "norm", "weights", "options"),
-    [
-        ("qwen3", "Qwen3RMSNorm", "each", {}),
-        ("gemma3", "Gemma3RMSNorm", "each", {"offset": 1.0, "rounding": "after_weight"}),
-        ("olmo2", "Olmo2RMSNorm", "together", {"rounding": "after_weight"}),
-        ("olmo3", "Olmo3RMSNorm", "together", {"rounding": "after_weight"}),
-    ],
-)
+@pytest.mark.parametrize(("model", "norm", "weights", "options"), [
+    ("qwen3", "Qwen3RMSNorm", "each", {}),
+    ("gemma3", "Gemma3RMSNorm", "each", {"offset": 1.0, "rounding": "after_weight"}),
+    ("olmo2", "Olmo2RMSNorm", "together", {"rounding": "after_weight"}),
+    ("olmo3", "Olmo3RMSNorm", "together", {"rounding": "after_weight"}),
+])  # fmt: skip
 def test_qk_norm_rope_agrees_with_modules_of_transformers(model, norm, weights, options):
     op, reference = _both(eps=1e-5, **options)
     inputs = _inputs(SMALL, weights=weights)

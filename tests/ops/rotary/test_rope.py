@@ -93,14 +93,11 @@ def _on_a_part(function):
 
 
 @pytest.mark.no_interpreter("The reference decides; the kernels are compared with it.")
-@pytest.mark.parametrize(
-    ("model", "layout", "partial"),
-    [
-        ("llama", "split_half", False), ("glm4_moe", "split_half", True), ("glm", "interleaved", True),
-        ("glm4", "interleaved", True), ("ernie4_5", "interleaved", False), ("helium", "interleaved", False),
-        ("deepseek_v3", "deinterleaved", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("model", "layout", "partial"), [
+    ("llama", "split_half", False), ("glm4_moe", "split_half", True), ("glm", "interleaved", True),
+    ("glm4", "interleaved", True), ("ernie4_5", "interleaved", False), ("helium", "interleaved", False),
+    ("deepseek_v3", "deinterleaved", False),
+])  # fmt: skip
 def test_rope_agrees_with_functions_of_transformers(model, layout, partial):
     module = _model(model)
     function = module.apply_rotary_pos_emb_interleave if layout == "deinterleaved" else module.apply_rotary_pos_emb
@@ -120,18 +117,15 @@ def test_rope_agrees_with_functions_of_transformers_on_other_tables(model, layou
 
 
 @pytest.mark.no_interpreter("The reference decides; the kernels are compared with it.")
-@pytest.mark.parametrize(
-    ("model", "rotary", "mrope_section", "sections", "layout"),
-    [
-        ("qwen2_vl", "Qwen2VLRotaryEmbedding", (2, 3, 3), (2, 3, 3), "split_half"),
-        ("qwen2_5_vl", "Qwen2_5_VLRotaryEmbedding", (2, 3, 3), (2, 3, 3), "split_half"),
-        ("glm4v", "Glm4vTextRotaryEmbedding", (2, 3, 3), (2, 3, 3), "interleaved"),
-        # Frequencies 0 to 5 have the axes 0, 1, 2, 0, 1, 2, and the last two have axis 0.
-        ("qwen3_vl", "Qwen3VLTextRotaryEmbedding", (4, 2, 2), (1,) * 6 + (2,), "split_half"),
-        # Height and width alternate, and time comes last. The tables of this model hold height, width and time in turn.
-        ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextRotaryEmbedding", (2, 2, 4), (0, 1, 1, 0, 1, 1, 4), "interleaved"),
-    ],
-)
+@pytest.mark.parametrize(("model", "rotary", "mrope_section", "sections", "layout"), [
+    ("qwen2_vl", "Qwen2VLRotaryEmbedding", (2, 3, 3), (2, 3, 3), "split_half"),
+    ("qwen2_5_vl", "Qwen2_5_VLRotaryEmbedding", (2, 3, 3), (2, 3, 3), "split_half"),
+    ("glm4v", "Glm4vTextRotaryEmbedding", (2, 3, 3), (2, 3, 3), "interleaved"),
+    # Frequencies 0 to 5 have the axes 0, 1, 2, 0, 1, 2, and the last two have axis 0.
+    ("qwen3_vl", "Qwen3VLTextRotaryEmbedding", (4, 2, 2), (1,) * 6 + (2,), "split_half"),
+    # Height and width alternate, and time comes last. The tables of this model hold height, width and time in turn.
+    ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextRotaryEmbedding", (2, 2, 4), (0, 1, 1, 0, 1, 1, 4), "interleaved"),
+])  # fmt: skip
 def test_rope_agrees_with_sections_of_transformers(model, rotary, mrope_section, sections, layout):
     """The rotary module picks the axes. In other versions `apply_multimodal_rotary_pos_emb` picks them."""
     module, frequencies = _model(model), _frequencies(3)

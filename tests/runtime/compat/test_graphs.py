@@ -54,16 +54,13 @@ def _decides_in_generated_code(x):
     return x
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda x: x + 1 if x.shape[0] > 4096 and x.shape[1] < 100 else x, lambda x: x.view(-1, 41).reshape(37, -1),
-        lambda x: sum(x.chunk(2, dim=0)[0].split(3)), lambda x: nn.functional.layer_norm(x @ x.T, (37,)),
-        lambda x: nn.functional.pad(x.squeeze(1), (0, 64 - x.shape[1])).view(37, 64),
-        lambda x: torch.nonzero(x) if x.numel() > 1000 else x.new_zeros(41) + x,
-        lambda x: x[: x.shape[0] // 2].expand(2, -1, -1).sum() + bool(x.shape[1] % 2), _decides_in_generated_code,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("run", [
+    lambda x: x + 1 if x.shape[0] > 4096 and x.shape[1] < 100 else x, lambda x: x.view(-1, 41).reshape(37, -1),
+    lambda x: sum(x.chunk(2, dim=0)[0].split(3)), lambda x: nn.functional.layer_norm(x @ x.T, (37,)),
+    lambda x: nn.functional.pad(x.squeeze(1), (0, 64 - x.shape[1])).view(37, 64),
+    lambda x: torch.nonzero(x) if x.numel() > 1000 else x.new_zeros(41) + x,
+    lambda x: x[: x.shape[0] // 2].expand(2, -1, -1).sum() + bool(x.shape[1] % 2), _decides_in_generated_code,
+])  # fmt: skip
 def test_guards_and_their_places_are_those_of_the_class_of_torch(run):
     """The subclass names the same lines of code without the imports of ShapeEnv. Its base class remains as it is."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv

@@ -54,17 +54,13 @@ def test_a_recorded_launch_is_repeated_with_the_call_of_the_function_in_c(scratc
     assert scratch or repeated == expected
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        (None, 4, 1, 1, 7, "function", "metadata", None, None, None, 3),
-        (None, 1, 4, 1, 7, "function", "metadata", None, None, None, 3, 128),
-        (None, 4, 1, 1, "function", 7, "metadata", None, None, None, 3, 128),
-        (None, 4, 1, 1, 7, "function", "metadata", None, None, None, None, 3, 128),
-        (None, 4, 1, 1, 7, "function", "metadata", None, None, None, 128, 3),
-    ],
-    ids=["one missing", "grid", "order", "one more", "order of the arguments"],
-)
+@pytest.mark.parametrize("record", [
+    (None, 4, 1, 1, 7, "function", "metadata", None, None, None, 3),
+    (None, 1, 4, 1, 7, "function", "metadata", None, None, None, 3, 128),
+    (None, 4, 1, 1, "function", 7, "metadata", None, None, None, 3, 128),
+    (None, 4, 1, 1, 7, "function", "metadata", None, None, None, None, 3, 128),
+    (None, 4, 1, 1, 7, "function", "metadata", None, None, None, 128, 3),
+], ids=["one missing", "grid", "order", "one more", "order of the arguments"])  # fmt: skip
 def test_launches_of_another_form_are_not_repeated(record):
     assert direct_launch(record, 4, 7, (3, 128)) is None
 
