@@ -87,8 +87,7 @@ def test_models_with_adapters_save_less(weights, dtype):
     assert_lean(*pair(change=change), 0.05)
 
 
-@pytest.mark.parametrize("layers", ["all", "one"])
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@one_in(1, layers=["all", "one"], reentrant={"non-reentrant": False, "reentrant": True})
 def test_models_with_checkpointed_layers_save_less(reentrant, layers):
     def change(model: nn.Module) -> nn.Module:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})

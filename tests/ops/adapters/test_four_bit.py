@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from op_cases import DEVICE
+from op_cases import DEVICE, one_in
 from tigon.ops.adapters.four_bit import FourBitWeight, QuantisedScales, dequantise
 
 pytestmark = pytest.mark.kernels
@@ -38,9 +38,7 @@ def _dequantise_reference(weight: FourBitWeight) -> torch.Tensor:
     return values.to(weight.dtype).view(weight.shape)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("is_nested", [False, True], ids=["scales in fp32", "double quantisation"])
-@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@one_in(1, shape=SHAPES, is_nested={"scales in fp32": False, "double quantisation": True}, quant_type=["nf4", "fp4"])
 @pytest.mark.parametrize(("dtype", "block"), [(torch.bfloat16, 64), (torch.float16, 4096), (torch.float32, 128)])
 @pytest.mark.sampled(in_interpreter=13)
 def test_values_are_those_of_bitsandbytes(shape, is_nested, quant_type, dtype, block):

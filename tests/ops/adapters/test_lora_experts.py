@@ -162,8 +162,7 @@ def test_no_tokens():
     assert all((gradient == 0).all() for gradient in gradients)
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["moe_mlp", "lora_moe_mlp"])
-@pytest.mark.parametrize("trains", [False, True])
+@one_in(1, adapted={"moe_mlp": False, "lora_moe_mlp": True}, trains=[False, True])
 def test_a_rank_without_experts(adapted, trains):
     """All choices are experts of other ranks, and no memory stands before the empty list of ends."""
     inputs = _inputs(BF16, FP32, sizes=(5, H, 2, INNER, 2), trains=trains)
@@ -189,8 +188,7 @@ def _adapters(inputs: int, outputs: int, ranks: tuple[int, ...], dtype: torch.dt
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("biases", [False, True], ids=["", "biases"])
-@pytest.mark.parametrize("ranks", [((2, 5), (3,)), ((), (4, 1)), ((4,), ()), ((), ())], ids=str)
+@one_in(1, biases={"": False, "biases": True}, ranks=[((2, 5), (3,)), ((), (4, 1)), ((4,), ()), ((), ())])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.sampled(in_interpreter=5)
 def test_any_number_of_adapters(dtype, ranks, biases):

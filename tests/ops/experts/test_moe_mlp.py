@@ -191,8 +191,7 @@ def test_moe_mlp_computes_only_the_gradients_that_are_needed(needed, expected, m
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("inner", [1, 17, 1030])
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@one_in(1, inner=[1, 17, 1030], kind=list(ACTIVATIONS))
 def test_activation_gradients_agree_with_their_reference(kind, inner):
     """The sizes take one block or several. Rows of no expert hold NaN, which must not change a result."""
     index = _index(3)
@@ -300,8 +299,7 @@ STRIDES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("strides", STRIDES.values(), ids=STRIDES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@one_in(1, strides=STRIDES, dtype=[torch.float32, torch.float64])
 def test_grouped_linear_accepts_any_strides(dtype, strides):
     ends = torch.tensor([0, 5, 9, 9], dtype=torch.int32, device=DEVICE)
     x, weight = _normal(9, 8, dtype=dtype), _normal(4, 8, 8, dtype=dtype)

@@ -126,8 +126,7 @@ def test_kernels_write_what_the_reference_writes(is_rowwise, shape, copies):
 
 @pytest.mark.kernels
 @recipes
-@pytest.mark.parametrize("copies", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("by_columns", [False, True], ids=["below", "beside"])
+@one_in(1, copies=COPIES, by_columns={"below": False, "beside": True})
 def test_parts_of_a_matrix_share_scales(by_columns, copies, is_rowwise):
     x = _matrix(64, 96)
     layout = Layout(is_rowwise, *copies, by_columns)

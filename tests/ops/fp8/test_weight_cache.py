@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tigon
-from op_cases import DEVICE
+from op_cases import DEVICE, one_in
 from tigon.ops.fp8 import weights as module
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.fp8.fp8_linear import fp8_projections
@@ -88,8 +88,7 @@ def _write_unseen(weight: Tensor) -> None:
         weight.mul_(2.0)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("calls_step", [False, True])
+@one_in(1, passes=[1, 2], calls_step=[False, True])
 def test_a_write_that_keeps_the_version_is_seen_after_steps_in_backward(passes, calls_step):
     """The shards step in backward, and FSDP gathers their new values later."""
     x, weights, cache = _leaf(7, 32), [_leaf(16, 32)], WeightCache()

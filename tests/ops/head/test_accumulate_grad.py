@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tigon
-from op_cases import DEVICE
+from op_cases import DEVICE, one_in
 
 T, H, V = 24, 16, 101
 
@@ -124,8 +124,7 @@ def test_dw_computed_in_backward_allows_any_upstream_gradient(dtype):
 
 
 @pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
-@pytest.mark.parametrize("has_flag", [False, True], ids=["", "grad_added_to_main_grad"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@one_in(1, has_flag={"": False, "grad_added_to_main_grad": True}, reduction=["mean", "none"])
 def test_dw_is_added_to_main_grad(reduction, has_flag):
     """Megatron accumulates the gradient of a bf16 weight in an fp32 buffer. Its hooks read the flag, and need a
     gradient, whose values they ignore if the flag is set. The values are zeros, because for embeddings that are tied to
@@ -207,8 +206,7 @@ def test_buffer_replaced_between_forward_and_backward_is_refused(reduction):
         loss.backward()
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-@pytest.mark.parametrize("first", [False, True], ids=["", "first micro-batch"])
+@one_in(1, reentrant={"": False, "reentrant": True}, first={"": False, "first micro-batch": True})
 @pytest.mark.thorough_in_interpreter
 def test_activation_checkpointing_is_refused(first, reentrant):
     """A checkpointed forward pass runs twice, and would add dW twice."""

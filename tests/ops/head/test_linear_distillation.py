@@ -270,8 +270,7 @@ class _DenseOperands(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("with_bias", [False, True])
+@one_in(1, dtype=[torch.bfloat16, torch.float16], with_bias=[False, True])
 @pytest.mark.no_interpreter("It checks the products on a CPU without kernels.")
 def test_products_of_fp32_logits_on_a_cpu_have_no_gaps(dtype, with_bias):
     v = 50

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
-from op_cases import DEVICE
+from op_cases import DEVICE, one_in
 from tigon.ops.head import gradients as weight_gradient
 from tigon.ops.head.gradients import WeightGradient
 
@@ -48,8 +48,7 @@ class _Copies(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("h", [1, 8])
-@pytest.mark.parametrize("v", SIZES)
+@one_in(1, h=[1, 8], v=list(SIZES))
 def test_fp32_sum_is_rounded_once(v, h):
     parts, weight = _parts(v, h), torch.empty(v, h, dtype=BF16, device=DEVICE)
     expected = _expected_sum(parts)
@@ -58,8 +57,7 @@ def test_fp32_sum_is_rounded_once(v, h):
         assert torch.equal(_add_parts(weight, True, parts), expected.to(BF16))
 
 
-@pytest.mark.parametrize("in_fp32", [False, True], ids=["", "in fp32"])
-@pytest.mark.parametrize("v", [7, 640, 641])
+@one_in(1, in_fp32={"": False, "in fp32": True}, v=[7, 640, 641])
 def test_empty_sum_is_zero_or_the_buffer(v, in_fp32):
     weight = torch.empty(v, 3, dtype=BF16, device=DEVICE)
     assert (_add_parts(weight, in_fp32, []) == 0).all()

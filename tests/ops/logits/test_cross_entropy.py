@@ -24,9 +24,7 @@ def test_cross_entropy_is_as_accurate_as_eager_code(shape, options, weighted, in
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.3])
-@pytest.mark.parametrize("weighted", [False, True], ids=["", "class weights"])
+@one_in(1, reduction=["none", "mean", "sum"], smoothing=[0.0, 0.3], weighted={"": False, "class weights": True})
 def test_cross_entropy_agrees_with_torch(weighted, smoothing, reduction):
     logits, target = logits_of(9, 40), target_of(9, v=40)
     weight = class_weights(40) if weighted else None
@@ -107,8 +105,7 @@ def test_loss_is_zero_and_differentiable_if_all_rows_are_ignored(reduction):
     assert result.token_accuracy == 0
 
 
-@pytest.mark.parametrize("inplace", [False, True], ids=["new buffer", "in place"])
-@pytest.mark.parametrize("bad", [30, 10**6, 2**40, -1, -101])
+@one_in(1, inplace={"new buffer": False, "in place": True}, bad=[30, 10**6, 2**40, -1, -101])
 def test_out_of_range_target_gives_nan_in_its_row_only(bad, inplace):
     logits, target = logits_of(4, 30), torch.tensor([3, bad, -100, 29], device=DEVICE)
     hidden = logits * 1.0

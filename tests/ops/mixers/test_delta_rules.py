@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 import tigon
 from delta_rule_cases import GATED, RULES, make_inputs, results_of, widen
-from op_cases import DEVICE, DTYPES, INTERPRETED, assert_refused
+from op_cases import DEVICE, DTYPES, INTERPRETED, assert_refused, one_in
 from tigon.ops.mixers import delta_rule_launchers, delta_rule_steps
 from tigon.ops.mixers.delta_rule_chunks import DeltaInputs, DeltaOptions, chunked_backward, chunked_forward
 from tigon.testing import assert_accurate
@@ -50,8 +50,7 @@ def assert_small_errors(rule, results, inputs, limit: float) -> None:
 
 # Chunks have 64 tokens: none, part of one, exactly one, and tails of one and of two tokens.
 @every_rule
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@one_in(1, tokens=[1, 63, 64, 65, 130], heads=HEADS)
 @pytest.mark.no_interpreter("fp64 runs no kernel.")
 @pytest.mark.sampled(7)
 def test_chunks_compute_the_recurrence(tokens, heads, rule):
@@ -79,8 +78,7 @@ def test_chunks_compute_what_transformers_computes(rule):
 
 @every_rule
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@one_in(1, tokens=[1, 63, 64, 65, 130], heads=HEADS)
 @pytest.mark.sampled(7)
 def test_the_rule_is_as_accurate_as_transformers(tokens, heads, dtype, rule):
     # A block of keys with a mask, and a last block of values that is half full.

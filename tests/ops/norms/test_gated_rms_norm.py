@@ -50,8 +50,7 @@ MODULES = {
 
 
 @pytest.mark.no_interpreter("It launches no kernel.")
-@pytest.mark.parametrize("model", MODULES)
-@pytest.mark.parametrize("dtypes", [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)])
+@one_in(1, model=list(MODULES), dtypes=[(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)])
 def test_the_reference_computes_what_modules_of_transformers_compute(model, dtypes):
     """Bit for bit, and with the dtype of their output."""
     path, name, arguments, options = MODULES[model]

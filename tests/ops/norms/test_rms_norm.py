@@ -173,8 +173,7 @@ def test_sums_over_rows_in_blocks_of_columns_are_accurate(n):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("keeps_row", [False, True], ids=["row loaded twice", "row in registers"])
-@pytest.mark.parametrize("offset", [0.0, 1.0])
+@one_in(1, keeps_row={"row loaded twice": False, "row in registers": True}, offset=[0.0, 1.0])
 def test_add_rms_norm_loads_the_weight_of_wide_rows_for_every_tile(offset, keeps_row):
     """From 16384 features on, the backward loads the weight for every tile, and with some configs the row twice."""
     with tuned(NormConfig, keeps_w=False, keeps_row=keeps_row):

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from op_cases import DEVICE, INTERPRETED
+from op_cases import DEVICE, INTERPRETED, one_in
 from tigon.ops.optim import adamw_kernels, formats, tensor_table
 from tigon.ops.optim.adamw_kernels import adamw_step
 from tigon.ops.optim.adamw_reference import AdamWOptions, AdamWTensors, adamw_reference, start_of_step, step_reference
@@ -109,8 +109,7 @@ def test_a_step_is_exact_up_to_its_formats(param, state, master, step):
 @pytest.mark.parametrize(
     "options", [{"maximize": True}, {"weight_decay": 0.0}, {"betas": (0.0, 0.5)}, {"eps": 1e-3}], ids=str
 )
-@pytest.mark.parametrize("are_tensors", [False, True], ids=["numbers", "tensors"])
-@pytest.mark.parametrize("state", ["8bit", "fp32"])
+@one_in(1, are_tensors={"numbers": False, "tensors": True}, state=["8bit", "fp32"])
 def test_options_reach_the_kernel(options, are_tensors, state):
     x = make(400, "fp32", state)
     p, _, _ = in_fp64(x, **options)
@@ -239,8 +238,7 @@ SIZES = {"fp32": [1, 127, 128, 129, 0, 255, 256, 257, 0, 0, 800, 3], "bf16": [1,
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("kind", [("fp32", "fp32", None), ("bf16", "8bit", "bf16+8")], ids=str)
-@pytest.mark.parametrize("offset", [0, 1])
+@one_in(1, kind=[("fp32", "fp32", None), ("bf16", "8bit", "bf16+8")], offset=[0, 1])
 def test_one_launch_updates_all_tensors_of_a_kind_and_nothing_else(kind, offset, launches):
     """The lengths are just below, at and above those of a block and of a span. Memory around them keeps its values."""
     tensors, bases = [], []

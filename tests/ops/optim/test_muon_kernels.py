@@ -5,14 +5,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from op_cases import DEVICE
+from op_cases import DEVICE, one_in
 from tigon.ops.optim import muon_kernels, tensor_table
 from tigon.ops.optim.muon_kernels import Matrix, apply_update, compute_momentum, table_of
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize("nesterov", [True, False])
+@one_in(1, offset=[0, 1], nesterov=[True, False])
 def test_both_passes_write_what_they_should(nesterov, offset):
     """The matrices have elements of 7 around them. With an offset they are not aligned."""
     generator = torch.Generator().manual_seed(0)

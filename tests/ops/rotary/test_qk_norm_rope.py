@@ -100,8 +100,7 @@ def test_qk_norm_rope_agrees_with_modules_of_transformers(model, norm, weights, 
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("present", [(), ("q",), ("k",)], ids=["no weight", "q's weight", "k's weight"])
-@pytest.mark.parametrize("weights", ["each", "together"])
+@one_in(1, present={"no weight": (), "q's weight": ("q",), "k's weight": ("k",)}, weights=["each", "together"])
 def test_qk_norm_rope_accepts_missing_weights(present, weights):
     q, k, q_weight, k_weight, cos, sin = _inputs(SMALL, weights=weights)
     q_weight, k_weight = q_weight if "q" in present else None, k_weight if "k" in present else None
