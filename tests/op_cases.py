@@ -15,7 +15,7 @@ from variant_case import VariantCase, as_list, assert_as_accurate_as_eager, outp
 
 __all__ = [
     "CASES", "DEVICE", "DTYPES", "INTERPRETED", "Case", "as_list", "assert_as_accurate_as_eager", "assert_refused",
-    "every_case", "every_op", "one_in", "outputs_and_gradients",
+    "every_case", "every_op", "one_in", "outputs_and_gradients", "saved_tensors",
 ]  # fmt: skip
 
 # The interpreter truncates bf16 stores and computes products of bf16 wrongly, so it does not run cases in bf16.
@@ -71,6 +71,14 @@ def assert_refused(op: Callable, arguments: dict[str, Any], changes: dict[str, d
     for message, change in changes.items():
         with pytest.raises((TypeError, ValueError), match=f"^{op.__name__}: {message}"):
             op(**(arguments | change))
+
+
+def saved_tensors(run: Callable[[], object]) -> list[Tensor]:
+    """Return the tensors that a call saves for backward."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        run()
+    return saved
 
 
 def one_in(parts: int, **axes: dict | list) -> Callable:

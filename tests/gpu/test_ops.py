@@ -202,7 +202,7 @@ CAPPED = {"softcap": 30.0, "z_loss": 1e-4}
 
 
 def _losses() -> Iterator[Real]:
-    for v in (32000, 50257, 128256, 256000):
+    for v in (50257, 256000):
         make = partial(_peaked, 256, v)
         for options in ({}, CAPPED | {"label_smoothing": 0.1}):
             reference = partial(cross_entropy_reference, **options)
@@ -243,7 +243,7 @@ def _distributions(form: str, vocabulary: int, dtype: torch.dtype, from_logits: 
 
 def _divergences() -> Iterator[Real]:
     for form, (run, reference, options) in DIVERGENCES.items():
-        for v in (32000, 50257, 128256):
+        for v in (50257, 128256):
             for dtype, from_logits in ((BF16, False), (torch.float32, False), (BF16, True)):
                 if from_logits and (v == 50257 or form in ("tvd", "kl_div of probabilities")):
                     continue

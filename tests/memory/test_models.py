@@ -5,11 +5,10 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 import tigon
 from memory.steps import assert_same_bits
-from op_cases import one_in
+from op_cases import one_in, saved_tensors
 
 pytest.importorskip("transformers")
 
@@ -31,17 +30,9 @@ def step(model: nn.Module, **inputs) -> list[Tensor | None]:
 
 def saved_bytes(model: nn.Module, **inputs) -> int:
     """Return the bytes of the storages that a forward pass saves for backward, without parameters."""
-    storages, weights = {}, {p.untyped_storage()._cdata for p in model.parameters()}
-
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage._cdata not in weights:
-            storages[storage._cdata] = storage
-        return t
-
-    with saved_tensors_hooks(pack, lambda t: t):
-        model(**(inputs or batch(0)))
-    return sum(storage.nbytes() for storage in storages.values())
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    storages = [t.untyped_storage() for t in saved_tensors(lambda: model(**(inputs or batch(0))))]
+    return sum({s._cdata: s.nbytes() for s in storages if s._cdata not in weights}.values())
 
 
 def pair(model_type: str = "llama", change=lambda model: model, **config) -> tuple[nn.Module, nn.Module]:

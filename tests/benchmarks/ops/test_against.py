@@ -108,25 +108,17 @@ def test_a_commit_without_tigon_is_refused(imported_checkout):
         find_revision("empty")
 
 
-def test_outside_a_checkout_it_is_refused(tmp_path, monkeypatch):
+def test_outside_a_checkout_of_tigon_it_is_refused(checkout, tmp_path, monkeypatch):
+    """The last folder is in a repository that does not contain it."""
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    for folder in (tmp_path / "site-packages" / "tigon", tmp_path / "not there"):
-        if folder.name == "tigon":
-            folder.mkdir(parents=True)
-        monkeypatch.setattr(against, "PACKAGE", folder)
-        with pytest.raises(ValueError, match="needs Tigon imported from a git checkout, got '.*(tigon|there)'"):
-            find_revision("HEAD")
-
-
-def test_a_checkout_of_something_else_is_refused(checkout, monkeypatch):
-    # Tigon is installed inside the folder of a repository that does not contain it.
-    inside = checkout / ".venv" / "tigon"
-    inside.mkdir(parents=True)
-    (inside / "__init__.py").touch()
-    monkeypatch.setattr(against, "PACKAGE", inside)
+    installed, inside = tmp_path / "site-packages" / "tigon", checkout / ".venv" / "tigon"
+    for folder in (installed, inside):
+        folder.mkdir(parents=True)
     try:
-        with pytest.raises(ValueError, match="needs Tigon imported from a git checkout"):
-            find_revision("HEAD")
+        for folder in (installed, tmp_path / "not there", inside):
+            monkeypatch.setattr(against, "PACKAGE", folder)
+            with pytest.raises(ValueError, match="needs Tigon imported from a git checkout, got '.*(tigon|there)'"):
+                find_revision("HEAD")
     finally:
         shutil.rmtree(checkout / ".venv")
 

@@ -8,7 +8,7 @@ import torch
 from benchmarks.ops import measure
 from benchmarks.ops.accuracy import BoundProvider
 from benchmarks.ops.cases import make_inputs
-from benchmarks.ops.measure import CudaMeter, Meter, Roofline, Samples
+from benchmarks.ops.measure import CudaMeter, Roofline, Samples
 from benchmarks.ops.providers import Provider
 from benchmarks.workloads import Case
 from tigon.runtime.compat import names
@@ -41,15 +41,6 @@ def test_without_gradients_only_the_forward_pass_runs_and_autograd_is_off():
     assert (len(outputs), gradients, modes) == (1, (), [False])
     assert list(bound.results()) == ["output 0"]
     assert bound.gradient_bytes == 0
-
-
-def test_a_round_on_a_cpu_samples_wall_time():
-    samples, meter = Samples(), Meter(CPU)
-    meter.measure_round(make_provider(), 4, samples)
-    assert len(samples.wall) == 4
-    assert samples.kernel == samples.host == []
-    assert meter.calls(0.001) == 20
-    assert meter.calls(1e4) == 1
 
 
 @pytest.fixture

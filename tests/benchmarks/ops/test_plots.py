@@ -46,14 +46,10 @@ def test_a_sweep_is_drawn_as_lines_of_each_provider(tmp_path, drawn):
     assert speed.get_ylim()[0] == 0
 
 
-def test_cases_with_other_options_are_another_sweep(tmp_path, drawn):
+def test_other_options_are_another_sweep_and_memory_far_apart_is_logarithmic(tmp_path, drawn):
     rows = [row((4096, n), extra=extra) for extra in ("", "offset=1.0") for n in (1024, 2048)]
+    rows += [row((4096, n), "eager", peak_mib=100.0 * n) for n in (1024, 2048)]
     report.plot(rows, tmp_path, "Some GPU")
     assert len(drawn[0].axes) == 4
-
-
-def test_memory_is_logarithmic_if_providers_are_far_apart(tmp_path, drawn):
-    sizes = {"tigon": 1.0, "eager": 100.0}
-    report.plot([row((4096, n), p, peak_mib=m) for n in (1, 2, 4) for p, m in sizes.items()], tmp_path, "Some GPU")
     assert drawn[0].axes[1].get_yscale() == "log"
     assert report.plot([row((4, 4))], tmp_path, "Some GPU") == []

@@ -73,9 +73,6 @@ def test_the_table_of_a_case_bound_by_products_compares_it_with_them():
     assert "x products" not in table_of(text, "rms_norm/model/16x64")["tigon"]
     assert "x products: time divided by" in text
     assert "x products: time divided by" not in report.markdown(ROWS, ROOFLINE, MACHINE, SETTINGS)
-
-
-def test_the_summary_compares_with_products_too():
     cells = summary(LINEAR_ROWS)
     assert (cells["x products"], cells["peak MiB above gradients"]) == ("1.040", "433.6")
     assert cells["error x eager: loss, dX, dW"] == "1.000, 1.000, 1.732"

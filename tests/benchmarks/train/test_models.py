@@ -25,24 +25,19 @@ def model() -> transformers.LlamaForCausalLM:
 
 
 def test_only_adapters_are_trained_and_the_head_has_none(model):
-    adapted = add_adapters(model, 4)
-    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
-    assert len(trained) == 2 * 7 * 2
-    assert all("lora_" in name and "lm_head" not in name for name in trained)
-    assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {torch.float32}
-
-
-def test_the_experts_of_a_mixture_get_adapters_too():
+    """The experts of a mixture get adapters too."""
     config = transformers.Qwen3MoeConfig(
         vocab_size=64, hidden_size=32, moe_intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
-    adapted = add_adapters(transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16), 4)
-    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
-    # Each of the two layers has A and B of two weights of the experts, and of four projections of the attention.
-    assert sum("mlp.experts" in name for name in trained) == 2 * 2 * 2
-    assert sum("self_attn" in name for name in trained) == 2 * 4 * 2
-    assert all("lora_" in name and "lm_head" not in name for name in trained)
+    mixture = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    # Each of two layers has A and B of four projections of attention, and of three of the MLP or two of the experts.
+    for adapted, parts, count in ((add_adapters(model, 4), "mlp", 3), (add_adapters(mixture, 4), "mlp.experts", 2)):
+        trained = {name: p.dtype for name, p in adapted.named_parameters() if p.requires_grad}
+        assert sum(parts in name for name in trained) == 2 * count * 2
+        assert sum("self_attn" in name for name in trained) == 2 * 4 * 2
+        assert all("lora_" in name and "lm_head" not in name for name in trained)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
 
 
 def test_adapters_are_drawn_from_the_seed_with_the_distribution_of_peft(model):

@@ -24,16 +24,17 @@ def test_the_standard_library_has_enough_text_without_its_tests():
     assert not any(document.startswith('"""Unit tests') for document in corpus.documents)
 
 
-def test_text_beyond_the_limit_is_left_out(text, monkeypatch):
+def test_hidden_and_binary_files_and_long_text_are_left_out_and_bytes_that_are_not_utf8_are_replaced(
+    text, tmp_path, monkeypatch
+):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "latin.txt").write_bytes("café".encode("latin-1"))
+    (folder / ".hidden").write_text("hidden")
+    (folder / "binary").write_bytes(b"a\0b")
+    assert read_text(folder).documents == ["caf\N{REPLACEMENT CHARACTER}"]
     monkeypatch.setattr(module, "MAX_CHARACTERS", 1000)
     assert sum(map(len, read_text(text).documents)) == 1000
-
-
-def test_hidden_and_binary_files_are_left_out_and_bytes_that_are_not_utf8_are_replaced(tmp_path):
-    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
-    (tmp_path / ".hidden").write_text("hidden")
-    (tmp_path / "binary").write_bytes(b"a\0b")
-    assert read_text(tmp_path).documents == ["caf\N{REPLACEMENT CHARACTER}"]
 
 
 @pytest.mark.parametrize("name", ["nothing here", "empty"])

@@ -93,15 +93,10 @@ def test_unsloth_trains_the_weights_and_adapters_of_stock(tmp_path, unsloth):
 
 
 @pytest.mark.parametrize(("provider", "expected"), [("unsloth", False), ("unsloth-checkpoint", "unsloth")])
-def test_only_the_suffix_enables_checkpointing(tmp_path, unsloth, provider, expected):
-    make_trainer(tmp_path, provider)
+def test_only_the_suffix_enables_checkpointing_and_long_sequences_are_not_cut(tmp_path, unsloth, provider, expected):
+    trainer: Any = make_trainer(tmp_path, provider, seq=64)
     assert unsloth.loading["use_gradient_checkpointing"] == expected
     assert unsloth.adapting["use_gradient_checkpointing"] == expected
-
-
-def test_sequences_longer_than_the_model_knows_are_not_cut(tmp_path, unsloth):
-    trainer: Any = make_trainer(tmp_path, "unsloth", seq=64)
-    trainer.train()
     lengths = {module.max_seq_length for module in trainer.model.modules() if hasattr(module, "max_seq_length")}
     assert lengths == {64}
     assert trainer.model.config.max_position_embeddings == 64

@@ -9,7 +9,7 @@ import tigon
 import tigon.ops.adapters.grouped_low_rank as grouped
 import tigon.ops.adapters.grouped_low_rank_product as product
 import tigon.ops.adapters.lora_expert_nodes as nodes
-from op_cases import DEVICE, assert_as_accurate_as_eager, one_in, outputs_and_gradients
+from op_cases import DEVICE, assert_as_accurate_as_eager, one_in, outputs_and_gradients, saved_tensors
 from tigon.ops.adapters.grouped_low_rank import GroupedLowRankConfig, grouped_project, split_experts
 from tigon.ops.adapters.lora_expert_activation import (
     ActivationAdapters,
@@ -272,10 +272,8 @@ def test_no_tensor_has_the_size_of_the_weights(monkeypatch):
 def test_saved_tensors():
     """Backward gets x, the result of the first product, the low-rank products and the routing."""
     inputs, rank = _inputs(BF16, FP32), 4
-    storages = {}
-    record = lambda t: storages.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t
-    with torch.autograd.graph.saved_tensors_hooks(record, lambda t: t):
-        tigon.lora_moe_mlp(**inputs)
+    tensors = saved_tensors(lambda: tigon.lora_moe_mlp(**inputs))
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     own = {t.untyped_storage().data_ptr() for t in inputs.values()}
     rows, order = T * K, T * K * (8 + 8 + 2) + E * 4
     saved = sum(size for start, size in storages.items() if start not in own)

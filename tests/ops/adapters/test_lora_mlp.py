@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tigon
-from op_cases import DEVICE, assert_as_accurate_as_eager, one_in
+from op_cases import DEVICE, assert_as_accurate_as_eager, one_in, saved_tensors
 from projection_cases import flatten, rebuild
 from tigon.ops.adapters import low_rank
 from tigon.ops.adapters.lora import eager_output
@@ -84,9 +84,7 @@ def test_every_level_of_memory_gives_the_bits_of_the_default(level, ranks):
 
 def test_the_activation_is_not_saved():
     x, layers = _inputs(ADAPTER_RANKS["all"], torch.bfloat16, torch.float32)
-    shapes = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
-        lora_glu_mlp(x, *layers)
+    shapes = [tuple(t.shape) for t in saved_tensors(lambda: lora_glu_mlp(x, *layers))]
     # The tensors of [tokens, inner] are gate and up.
     assert shapes.count((74, 104)) == 2
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_eager
 import tigon
-from op_cases import DEVICE, one_in
+from op_cases import DEVICE, one_in, saved_tensors
 from tigon.ops.experts import fp8_products
 from tigon.ops.experts.arguments import ExpertParameters
 from tigon.ops.experts.choice_order import route
@@ -222,10 +222,8 @@ def test_tokens_are_quantised_before_they_are_spread(is_weighted, block):
 
 
 def _saved_bytes(run, leaves: dict) -> int:
-    storages = {}
-    record = lambda t: storages.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t
-    with torch.autograd.graph.saved_tensors_hooks(record, lambda t: t):
-        run(leaves, _index())
+    saved = saved_tensors(lambda: run(leaves, _index()))
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
     return sum(size for start, size in storages.items() if start not in {t.data_ptr() for t in leaves.values()})
 
 

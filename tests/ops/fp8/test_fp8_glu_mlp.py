@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_eager
 import tigon
-from op_cases import DEVICE, one_in
+from op_cases import DEVICE, one_in, saved_tensors
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.fp8.weights import WeightCache
 from tigon.ops.mlps.glu_mlp import glu_mlp_reference
@@ -60,13 +60,6 @@ def test_it_is_as_accurate_as_eager_code(kind, leading, recipe, fp8_dw):
     assert max(_relative_errors(actual, eager)) < (0.02 if DTYPE is torch.float32 else 0.1)
 
 
-def _saved(run) -> list[Tensor]:
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        run()
-    return saved
-
-
 def _shapes(tensors: list[Tensor]) -> list[tuple]:
     """Return the dtypes and shapes of gate, up and the FP8 copy of x among the saved tensors."""
     sizes = 16, HIDDEN
@@ -77,13 +70,13 @@ def _shapes(tensors: list[Tensor]) -> list[tuple]:
 @modes
 def test_it_saves_gate_up_and_one_copy_of_x(fp8_dw):
     leaves = _leaves(16)
-    saved = _saved(lambda: fp8_glu_mlp(*leaves, fp8_dw=fp8_dw))
+    saved = saved_tensors(lambda: fp8_glu_mlp(*leaves, fp8_dw=fp8_dw))
     gates = [(str(DTYPE), (16, INNER))] * 2
     assert _shapes(saved) == sorted([*gates, ("torch.float8_e4m3fn", (HIDDEN, 16))] if fp8_dw else gates)
     assert any(t is leaves[0] for t in saved) == (not fp8_dw)
     for weight in leaves[1:]:
         weight.requires_grad_(False)
-    assert _shapes(_saved(lambda: fp8_glu_mlp(*leaves, fp8_dw=fp8_dw))) == gates
+    assert _shapes(saved_tensors(lambda: fp8_glu_mlp(*leaves, fp8_dw=fp8_dw))) == gates
 
 
 @same_node
@@ -100,7 +93,7 @@ def test_lean_has_the_same_gradients_and_saves_the_input(recipe, fp8_dw, options
             return run(*tensors)
 
     torch.testing.assert_close(_step(lean_run, leaves), expected, rtol=0, atol=0)
-    saved = _saved(lambda: lean_run(*leaves))
+    saved = saved_tensors(lambda: lean_run(*leaves))
     assert any(t is leaves[0] for t in saved)
     assert sum(t.shape == (7, INNER) for t in saved) == (0 if options else 2)
 

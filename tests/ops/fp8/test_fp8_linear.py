@@ -7,7 +7,7 @@ from torch import Tensor
 
 import fp8_eager
 import tigon
-from op_cases import DEVICE, one_in
+from op_cases import DEVICE, one_in, saved_tensors
 from tigon.ops.fp8.fp8_linear import fp8_projections
 
 RECIPES = ["tensorwise", "rowwise"]
@@ -115,24 +115,17 @@ def test_nan_and_infinity_reach_the_result(recipe):
         assert not dw[7].isfinite().any()
 
 
-def _saved(run) -> list[Tensor]:
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        run()
-    return saved
-
-
 @recipes
 def test_the_saved_input_takes_one_byte_for_each_value(recipe):
     x, weight = _leaf(16, 64), _leaf(32, 64)
     values = lambda tensors: sorted((t.dtype, t.numel()) for t in tensors if t.numel() == x.numel())
     key = lambda tensors: {(t.dtype, tuple(t.shape)) for t in tensors}
-    assert (torch.float8_e4m3fn, (64, 16)) in key(_saved(lambda: tigon.fp8_linear(x, weight, recipe=recipe)))
-    in_dtype = _saved(lambda: tigon.fp8_linear(x, weight, recipe=recipe, fp8_dw=False))
+    assert (torch.float8_e4m3fn, (64, 16)) in key(saved_tensors(lambda: tigon.fp8_linear(x, weight, recipe=recipe)))
+    in_dtype = saved_tensors(lambda: tigon.fp8_linear(x, weight, recipe=recipe, fp8_dw=False))
     assert {t.dtype for t in in_dtype} == {DTYPE}
     assert values(in_dtype) == [(DTYPE, x.numel())]
     # A frozen weight saves nothing of x.
-    frozen = _saved(lambda: tigon.fp8_linear(x, weight.detach(), recipe=recipe))
+    frozen = saved_tensors(lambda: tigon.fp8_linear(x, weight.detach(), recipe=recipe))
     assert [t.data_ptr() for t in frozen] == [weight.data_ptr()]
 
 
@@ -141,7 +134,7 @@ def test_without_gradients_nothing_is_saved_and_the_result_is_the_same(recipe):
     x, weight = _leaf(7, 64), _leaf(32, 64)
     expected = tigon.fp8_linear(x, weight, recipe=recipe)
     with torch.no_grad():
-        saved = _saved(lambda: tigon.fp8_linear(x, weight, recipe=recipe))
+        saved = saved_tensors(lambda: tigon.fp8_linear(x, weight, recipe=recipe))
         y = tigon.fp8_linear(x, weight, recipe=recipe)
     assert not saved
     assert not y.requires_grad

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tigon
 from mlp_cases import HIDDEN, INNER, LEVELS, assert_equal, gradients_of, run_at
-from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in
+from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, saved_tensors
 from tigon.ops.mlps import gated_node, glu_mlp
 from tigon.ops.mlps.activation_kernels import glu_backward_into, glu_forward
 from tigon.ops.mlps.glu import geglu_reference, swiglu_reference
@@ -69,16 +69,9 @@ def test_glu_mlp_saves_only_what_backward_needs(level, frozen, saved_counts):
     inputs = _inputs(2, 9)
     for i in frozen:
         inputs[i].requires_grad_(False)
-    saved_tensors = {}
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved_tensors.setdefault(t.data_ptr(), t), lambda t: t)
-    with hooks:
-        y = _mlp(level, *inputs)
-    shapes = [
-        tuple(t.shape) for t in saved_tensors.values() if not any(t.data_ptr() == p.data_ptr() for p in inputs[1:])
-    ]
-    assert sum(shape[-1] == HIDDEN for shape in shapes) == saved_counts["x"]
-    assert sum(shape[-1] == INNER for shape in shapes) == saved_counts["gates"]
-    assert y.shape == inputs[0].shape
+    widths = {t.data_ptr(): t.shape[-1] for t in saved_tensors(lambda: _mlp(level, *inputs))}
+    widths = [width for pointer, width in widths.items() if pointer not in {p.data_ptr() for p in inputs[1:]}]
+    assert (widths.count(HIDDEN), widths.count(INNER)) == (saved_counts["x"], saved_counts["gates"])
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tigon
 from mlp_cases import HIDDEN, INNER, LEVELS, OUT, gradients_of, run_at
-from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in
+from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, saved_tensors
 
 ACTIVATIONS = {
     "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -42,11 +42,7 @@ def test_mlp_accuracy(level, activation, leading, transposed, dtype):
 @pytest.mark.parametrize(("level", "hidden_count"), [("default", 1), ("lean", 1), ("lean+mlp", 0)])
 def test_mlp_saves_the_input_and_at_most_one_wide_tensor(level, hidden_count):
     inputs = _inputs(2, 9)
-    shapes = {}
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: shapes.setdefault(t.data_ptr(), t.shape) and t, lambda t: t
-    ):
-        run_at(level, tigon.mlp, *inputs)
+    shapes = {t.data_ptr(): t.shape for t in saved_tensors(lambda: run_at(level, tigon.mlp, *inputs))}
     activations = [shape for pointer, shape in shapes.items() if pointer not in {p.data_ptr() for p in inputs[1:]}]
     assert [shape[-1] for shape in activations].count(INNER) == hidden_count
     assert len(activations) == 1 + hidden_count

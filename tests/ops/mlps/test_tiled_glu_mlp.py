@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tigon
 from mlp_cases import HIDDEN, INNER, assert_equal, gradients_of, run_at
-from op_cases import DTYPES, assert_as_accurate_as_eager, one_in
+from op_cases import DTYPES, assert_as_accurate_as_eager, one_in, saved_tensors
 from tigon.memory.lean import recompute_large_mlps
 from tigon.ops.mlps import tiled_glu_mlp
 from tigon.ops.mlps.tiled_glu_mlp import tile_rows
@@ -102,10 +102,7 @@ def test_the_second_run_of_a_checkpoint_computes_no_product():
 @pytest.mark.parametrize("place", PLACES)
 def test_only_the_input_is_saved(place):
     inputs = _inputs(1, ROWS)
-    shapes = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t)
-    with hooks:
-        _mlp(place, *inputs)
+    shapes = [tuple(t.shape) for t in saved_tensors(lambda: _mlp(place, *inputs))]
     assert all(shape[-2:] != (ROWS, INNER) for shape in shapes)
     assert sum(shape[-2:] == (ROWS, HIDDEN) for shape in shapes) == 1
 
