@@ -75,21 +75,16 @@ def compare(run, model_type: str, dtype: torch.dtype = torch.bfloat16) -> None:
     assert_as_accurate(actual, stock, exact)
 
 
-def test_a_patched_model_is_accurate_under_autocast(model_type):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_patched_model_is_accurate_under_autocast(model_type, dtype):
+    """The loss in fp16 is scaled."""
+
     def run(model, batch):
-        with torch.autocast("cuda", torch.bfloat16):
-            return take_step(model, batch)
-
-    compare(run, model_type, torch.float32)
-
-
-def test_a_patched_model_is_accurate_in_fp16_with_a_scaled_loss(model_type):
-    def run(model, batch):
-        scaler, optimizer = torch.amp.GradScaler("cuda", init_scale=2.0**10), torch.optim.SGD(model.parameters(), 0.1)
-        with torch.autocast("cuda", torch.float16):
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, enabled=dtype == torch.float16)
+        with torch.autocast("cuda", dtype):
             loss = model(**batch).loss
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
+        scaler.unscale_(torch.optim.SGD(model.parameters(), 0.1))
         return {"loss": loss.detach(), **gradients(model)}
 
     compare(run, model_type, torch.float32)

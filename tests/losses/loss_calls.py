@@ -63,27 +63,22 @@ def _grpo(**options: Any) -> Callable[[Tokens], Arguments]:
     return lambda x: policy(x) | {"ref_log_probs": x.log_probs("reference"), "entropy": x.normal("entropy").abs()}
 
 
-DPO_CALLS = [
-    _call(losses.dpo_loss, "sigmoid", _dpo(beta=0.5)),
-    _call(losses.dpo_loss, "hinge", _dpo(loss_type="hinge", beta=0.5)),
-    _call(losses.dpo_loss, "ipo", _dpo(loss_type="ipo", beta=0.5)),
-    _call(losses.dpo_loss, "exo_pair", _dpo(loss_type="exo_pair", label_smoothing=0.1, beta=0.5)),
-    _call(losses.dpo_loss, "nca_pair", _dpo(loss_type="nca_pair", beta=0.5)),
-    _call(losses.dpo_loss, "robust", _dpo(loss_type="robust", label_smoothing=0.2, beta=0.5)),
-    _call(losses.dpo_loss, "bco_pair", _dpo(loss_type="bco_pair", beta=0.5)),
-    _call(losses.dpo_loss, "sppo_hard", _dpo(loss_type="sppo_hard", beta=0.5)),
-    _call(losses.dpo_loss, "aot", _dpo(loss_type="aot", label_smoothing=0.1, beta=0.5)),
-    _call(losses.dpo_loss, "aot_unpaired", _dpo(loss_type="aot_unpaired", label_smoothing=0.1, beta=0.5)),
-    _call(losses.dpo_loss, "apo_zero", _dpo(loss_type="apo_zero", beta=0.5)),
-    _call(losses.dpo_loss, "apo_down", _dpo(loss_type="apo_down", beta=0.5)),
-    _call(losses.dpo_loss, "discopop", _dpo(loss_type="discopop", discopop_tau=0.7, beta=0.5)),
+SMOOTHED = {"exo_pair": 0.1, "robust": 0.2, "aot": 0.1, "aot_unpaired": 0.1}
+DPO_TYPES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "sigmoid_norm",
+)  # fmt: skip
+DPO_OPTIONS = {name: {"loss_type": name, "label_smoothing": SMOOTHED.get(name, 0.0)} for name in DPO_TYPES} | {
+    "discopop": {"loss_type": "discopop", "discopop_tau": 0.7},
+    "forward_kl": {"f_divergence_type": "forward_kl"},
+    "js_divergence": {"f_divergence_type": "js_divergence", "loss_type": "ipo"},
+    "alpha_divergence": {"f_divergence_type": "alpha_divergence"},
+    "forward_kl ipo": {"f_divergence_type": "forward_kl", "loss_type": "ipo"},
+    "ld_alpha": {"ld_alpha": 0.4},
+}
+DPO_CALLS = [_call(losses.dpo_loss, name, _dpo(beta=0.5, **options)) for name, options in DPO_OPTIONS.items()]
+DPO_CALLS += [
     _call(losses.dpo_loss, "sft", _dpo(loss_type="sft"), zero_without_tokens=True),
-    _call(losses.dpo_loss, "sigmoid_norm", _dpo(loss_type="sigmoid_norm", beta=0.5)),
-    _call(losses.dpo_loss, "forward_kl", _dpo(f_divergence_type="forward_kl", beta=0.5)),
-    _call(losses.dpo_loss, "js_divergence", _dpo(f_divergence_type="js_divergence", loss_type="ipo", beta=0.5)),
-    _call(losses.dpo_loss, "alpha_divergence", _dpo(f_divergence_type="alpha_divergence", beta=0.5)),
-    _call(losses.dpo_loss, "forward_kl ipo", _dpo(f_divergence_type="forward_kl", loss_type="ipo", beta=0.5)),
-    _call(losses.dpo_loss, "ld_alpha", _dpo(ld_alpha=0.4, beta=0.5)),
     _call(losses.dpo_loss, "no reference", _plain(beta=0.5)),
     _call(losses.dpo_loss, "several", _dpo(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0])),
     _call(
@@ -105,7 +100,21 @@ OTHER_PREFERENCE_CALLS = [
     _call(losses.kto_loss, "apo_zero_unpaired", lambda x: _kto(x) | {"loss_type": "apo_zero_unpaired"}),
 ]
 _ZERO = {"zero_without_tokens": True}
+GRPO_OPTIONS: dict[str, Arguments] = {
+    "grpo": {"loss_type": "grpo"}, "bnpo": {"loss_type": "bnpo", "epsilon_high": 0.4},
+    "dr_grpo": {"loss_type": "dr_grpo", "max_completion_length": 11, "delta": 1.3},
+    "dapo": {"loss_type": "dapo", "num_items_in_batch": 17}, "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
+    "sapo": {"loss_type": "sapo", "per_token": True}, "luspo": {"loss_type": "luspo"}, "vespo": {"loss_type": "vespo"},
+    "gspo": {"loss_type": "gspo", "per_token": True}, "k1": {"beta": 0.3, "kl_estimator": "k1"},
+    "k2": {"beta": 0.3, "kl_estimator": "k2", "use_bias_correction_kl": False},
+    "k3": {"beta": 0.3, "loss_type": "gspo"}, "entropy": {"entropy_coef": 0.1, "top_entropy_quantile": 0.4},
+    "off-policy": {"off_policy_mask_threshold": 0.0},
+}  # fmt: skip
 POLICY_CALLS = [
+    _call(losses.grpo_loss, name, _grpo(**options), stops_gradient=name in ("cispo", "vespo"), **_ZERO)
+    for name, options in GRPO_OPTIONS.items()
+]
+POLICY_CALLS += [
     _call(losses.ppo_loss, "", _policy(per_token=True, epsilon=0.1, epsilon_high=0.3, delta=1.5), **_ZERO),
     _call(
         losses.ppo_value_loss, "",
@@ -116,20 +125,6 @@ POLICY_CALLS = [
         **_ZERO,
     ),
     _call(losses.rloo_loss, "", _policy(epsilon=0.5)),
-    _call(losses.grpo_loss, "grpo", _grpo(loss_type="grpo"), **_ZERO),
-    _call(losses.grpo_loss, "bnpo", _grpo(loss_type="bnpo", epsilon_high=0.4), **_ZERO),
-    _call(losses.grpo_loss, "dr_grpo", _grpo(loss_type="dr_grpo", max_completion_length=11, delta=1.3), **_ZERO),
-    _call(losses.grpo_loss, "dapo", _grpo(loss_type="dapo", num_items_in_batch=17), **_ZERO),
-    _call(losses.grpo_loss, "cispo", _grpo(loss_type="cispo", epsilon_high=1.2), stops_gradient=True, **_ZERO),
-    _call(losses.grpo_loss, "sapo", _grpo(loss_type="sapo", per_token=True), **_ZERO),
-    _call(losses.grpo_loss, "luspo", _grpo(loss_type="luspo"), **_ZERO),
-    _call(losses.grpo_loss, "vespo", _grpo(loss_type="vespo"), stops_gradient=True, **_ZERO),
-    _call(losses.grpo_loss, "gspo", _grpo(loss_type="gspo", per_token=True), **_ZERO),
-    _call(losses.grpo_loss, "k1", _grpo(beta=0.3, kl_estimator="k1"), **_ZERO),
-    _call(losses.grpo_loss, "k2", _grpo(beta=0.3, kl_estimator="k2", use_bias_correction_kl=False), **_ZERO),
-    _call(losses.grpo_loss, "k3", _grpo(beta=0.3, loss_type="gspo"), **_ZERO),
-    _call(losses.grpo_loss, "entropy", _grpo(entropy_coef=0.1, top_entropy_quantile=0.4), **_ZERO),
-    _call(losses.grpo_loss, "off-policy", _grpo(off_policy_mask_threshold=0.0), **_ZERO),
     _call(
         losses.grpo_loss, "sampling ratio",
         lambda x: _grpo(loss_type="grpo")(x) | {"importance_sampling_ratio": x.per_sequence("ratios").abs()}, **_ZERO,

@@ -21,7 +21,6 @@ import tigon
 from op_cases import CASES, DEVICE, INTERPRETED, Case, as_list
 from tigon.ops.head.chunks import ChunkConfig
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
-from tigon.ops.head.linear_distillation import linear_distillation_reference
 from tigon.ops.head.linear_log_probs import linear_log_probs_reference
 from tigon.ops.head.linear_loss import eager_linear_loss
 from tigon.ops.mlps.glu_mlp import glu_mlp_reference
@@ -192,19 +191,6 @@ def outputs_of(function: Function, **options: Any) -> Function:
     return call
 
 
-def distil(function: Function) -> Function:
-    """Return a distillation whose teacher is the same in every call, in the dtype of the student."""
-
-    def call(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Any:
-        teacher = {
-            "teacher_hidden": values(*hidden.shape, seed=5).to(hidden),
-            "teacher_weight": values(*weight.shape, seed=6, scale=0.3).to(weight),
-        }
-        return function(hidden, weight, targets, **teacher, **options)
-
-    return call
-
-
 def mean_loss(log_probs: Tensor, *others: Tensor) -> Tensor:
     return -log_probs.mean() - 0.1 * sum(each.mean() for each in others)
 
@@ -221,14 +207,11 @@ def eager_cross_entropy(
 
 
 HEADS = {
-    "linear_cross_entropy mean": (tigon.linear_cross_entropy, eager_cross_entropy, {}),
     "linear_cross_entropy none, with outputs": (
         tigon.linear_cross_entropy, eager_cross_entropy,
         {"reduction": "none", "return_log_probs": True, "return_entropy": True},
     ),
-    "linear_log_probs": (tigon.linear_log_probs, linear_log_probs_reference, {}),
     "linear_log_probs with entropy": (tigon.linear_log_probs, linear_log_probs_reference, {"return_entropy": True}),
-    "linear_distillation": (distil(tigon.linear_distillation), distil(linear_distillation_reference), {}),
     "linear_loss pair": (tigon.linear_loss, eager_linear_loss, {"loss_fn": mean_loss, "group": "pair"}),
     "linear_loss token with entropy": (
         tigon.linear_loss, eager_linear_loss, {"loss_fn": mean_loss, "group": "token", "with_entropy": True},

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_eager
 import tigon
+from fp8_cases import same_node
 from op_cases import DEVICE, one_in, saved_tensors
 from tigon.ops.experts import fp8_products
 from tigon.ops.experts.arguments import ExpertParameters
@@ -24,7 +25,6 @@ from tigon.runtime.tuning import tuned
 # torch has no grouped products in FP8 for other chips, so a GPU of another kind emulates them like a CPU.
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 T, K, E, H, INNER = 21, 2, 5, 32, 48
-same_node = pytest.mark.no_interpreter("The node is the same where kernels run, and a kernel takes seconds there.")
 
 
 def _normal(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = DTYPE) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8_cases import MODES, RECIPES, assert_same, randn, same_node, step
 from op_cases import DEVICE, INTERPRETED, one_in
 from tigon.ops.experts.arguments import ExpertParameters
 from tigon.ops.experts.moe_mlp import moe_mlp_in_fp8
@@ -17,9 +18,6 @@ from tigon.ops.fp8.fp8_linear import fp8_linear
 from tigon.ops.mlps.glu_mlp import glu_mlp_reference
 
 HIDDEN, INNER = 32, 64
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-# On a GPU, products of bf16 may be summed in another order for another layout.
-TOLERANCE = {"rtol": 2e-2, "atol": 2e-2} if DEVICE == "cuda" else {"rtol": 1e-5, "atol": 1e-5}
 
 
 class Op(NamedTuple):
@@ -61,33 +59,16 @@ if not INTERPRETED:
     OPS["experts"] = Op(_experts, None, STACKS, "")
     OPS["experts with a function"] = Op(partial(_experts, activation=_gate), None, STACKS, "")
 every_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
-MODES = {"dW in FP8": True, "dW in the dtype of x": False}
-RECIPES = ["tensorwise", "rowwise"]
-same_node = pytest.mark.no_interpreter("The node is the same where kernels run, and a kernel takes seconds there.")
-
-
-def _randn(*shape: int, seed: int = 0) -> Tensor:
-    scale = shape[-1] ** -0.5 if seed and len(shape) > 1 else 1.0
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * scale
-    return values.to(DEVICE, DTYPE)
 
 
 def _leaves(op: Op, *leading: int) -> list[Tensor]:
     """Return x and the parameters."""
-    tensors = _randn(*leading, HIDDEN), *(_randn(*shape, seed=i + 1) for i, shape in enumerate(op.shapes))
+    scales = [shape[-1] ** -0.5 if len(shape) > 1 else 1.0 for shape in op.shapes]
+    parameters = (
+        randn(*s, seed=i + 1, scale=scale) for i, (s, scale) in enumerate(zip(op.shapes, scales, strict=True))
+    )
+    tensors = randn(*leading, HIDDEN), *parameters
     return [x.requires_grad_() for x in tensors]
-
-
-def _step(run: Callable, leaves: list[Tensor], **options) -> list[Tensor]:
-    y = run(*leaves, **options)
-    needed = [x for x in leaves if x.requires_grad]
-    return [y, *torch.autograd.grad(y, needed, _randn(*y.shape, seed=7).to(y.dtype))]
-
-
-def _assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
-    for a, b in zip(actual, expected, strict=True):
-        size = max(1.0, b.abs().max().item())
-        torch.testing.assert_close(a / size, b / size, **TOLERANCE)
 
 
 @one_in(4, op=OPS, needed=[{0}, {1}, {2}, {-1}, {0, 1}, {1, -1}, {0, -1}], recipe=RECIPES, fp8_dw=MODES)
@@ -95,10 +76,10 @@ def _assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
 def test_each_gradient_depends_on_its_own_requires_grad(op, needed, recipe, fp8_dw):
     leaves, options = _leaves(op, 7), {"recipe": recipe, "fp8_dw": fp8_dw}
     needed = {i % len(leaves) for i in needed}
-    expected = _step(op.run, leaves, **options)[1:]
+    expected = step(op.run, leaves, **options)[1:]
     for i, x in enumerate(leaves):
         x.requires_grad_(i in needed)
-    gradients = _step(op.run, leaves, **options)[1:]
+    gradients = step(op.run, leaves, **options)[1:]
     for gradient, i in zip(gradients, sorted(needed), strict=True):
         # In one case dgate and dup are rounded to the dtype before they are quantised, which moves some values to the
         # next FP8 number. The error must be smaller than that of the quantisation itself, which is 0.037.
@@ -118,8 +99,8 @@ def test_strides_do_not_matter(op, view, recipe, fp8_dw):
     x, *parameters = _leaves(op, 4, 7)
     stored = [p if p.dim() == 1 else p.detach().mT.contiguous().mT.requires_grad_() for p in parameters]
     x, options = view(x.detach()), {"recipe": recipe, "fp8_dw": fp8_dw}
-    expected = _step(op.run, [x.contiguous().requires_grad_(), *parameters], **options)
-    _assert_close(_step(op.run, [x.requires_grad_(), *stored], **options), expected)
+    expected = step(op.run, [x.contiguous().requires_grad_(), *parameters], **options)
+    assert_same(step(op.run, [x.requires_grad_(), *stored], **options), expected)
 
 
 @same_node
@@ -131,7 +112,7 @@ def test_upstream_gradients_may_be_expanded_or_transposed(op, recipe):
     dense = torch.full_like(y, 0.5)
     expected = torch.autograd.grad(y, leaves, dense, retain_graph=True)
     for dy in (y.new_tensor(0.5).expand(y.shape), dense.transpose(0, -1).contiguous().transpose(0, -1)):
-        _assert_close(torch.autograd.grad(y, leaves, dy, retain_graph=True), expected)
+        assert_same(torch.autograd.grad(y, leaves, dy, retain_graph=True), expected)
 
 
 @one_in(1, op=OPS, fp8_dw=MODES)
@@ -157,11 +138,11 @@ def test_a_second_backward_gives_the_same_bits_and_a_second_derivative_is_refuse
 @one_in(1, op={name: op for name, op in OPS.items() if op.exact}, recipe=RECIPES, fp8_dw=MODES)
 def test_autocast_has_the_dtype_and_the_values_of_a_cast_input(op, recipe, fp8_dw):
     leaves = [x.detach().float().requires_grad_() for x in _leaves(op, 7)]
-    exact = _step(op.exact, leaves)
+    exact = step(op.exact, leaves)
     with torch.autocast(DEVICE, torch.bfloat16):
         y = op.run(*leaves, recipe=recipe, fp8_dw=fp8_dw)
     assert y.dtype == torch.bfloat16
-    gradients = torch.autograd.grad(y, leaves, _randn(*y.shape, seed=7).to(y.dtype))
+    gradients = torch.autograd.grad(y, leaves, randn(*y.shape, seed=7).to(y.dtype))
     assert all(g.dtype == torch.float32 for g in gradients)
     for a, b in zip([y, *gradients], exact, strict=True):
         assert (a - b).norm() < 0.15 * b.norm()
@@ -175,4 +156,4 @@ def test_a_compiled_graph_has_no_break(op, recipe, fp8_dw):
     torch._dynamo.reset()
     leaves, run = _leaves(op, 7), lambda *t: op.run(*t, recipe=recipe, fp8_dw=fp8_dw)
     compiled = torch.compile(run, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
-    _assert_close(_step(compiled, leaves), _step(run, leaves))
+    assert_same(step(compiled, leaves), step(run, leaves))

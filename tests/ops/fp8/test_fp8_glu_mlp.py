@@ -7,51 +7,34 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8_eager
 import tigon
-from op_cases import DEVICE, one_in, saved_tensors
+from fp8_cases import DTYPE, MODES, RECIPES, modes, randn, recipes, same_node, step
+from op_cases import one_in, saved_tensors
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.fp8.weights import WeightCache
 from tigon.ops.mlps.glu_mlp import glu_mlp_reference
 
-RECIPES = ["tensorwise", "rowwise"]
-recipes = pytest.mark.parametrize("recipe", RECIPES)
-modes = pytest.mark.parametrize("fp8_dw", [True, False], ids=["dW in FP8", "dW in the dtype of x"])
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 HIDDEN, INNER = 32, 64
-same_node = pytest.mark.no_interpreter("The node is the same where kernels run, and a kernel takes seconds there.")
-
-
-def _randn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * scale
-    return values.to(DEVICE, DTYPE)
 
 
 def _leaves(*leading: int) -> list[Tensor]:
     """Return x, gate, up and down."""
-    gate, up = (_randn(INNER, HIDDEN, seed=seed) for seed in (1, 2))
-    tensors = _randn(*leading, HIDDEN), gate, up, _randn(48, INNER, seed=3, scale=0.2)
+    gate, up = (randn(INNER, HIDDEN, seed=seed) for seed in (1, 2))
+    tensors = randn(*leading, HIDDEN), gate, up, randn(48, INNER, seed=3, scale=0.2)
     return [x.requires_grad_() for x in tensors]
-
-
-def _step(run, leaves: list[Tensor]) -> list[Tensor]:
-    y = run(*leaves)
-    needed = [x for x in leaves if x.requires_grad]
-    return [y, *torch.autograd.grad(y, needed, _randn(*y.shape, seed=7))]
 
 
 def _relative_errors(actual: list[Tensor], exact: list[Tensor]) -> list[float]:
     return [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(actual, exact, strict=True)]
 
 
-@one_in(1, kind=["silu", "gelu", "gelu_tanh"], leading=[(7,), (2, 17)])
-@recipes
-@modes
+@one_in(1, kind=["silu", "gelu", "gelu_tanh"], leading=[(7,), (2, 17)], recipe=RECIPES, fp8_dw=MODES)
 @pytest.mark.sampled(in_interpreter=5)
 def test_it_is_as_accurate_as_eager_code(kind, leading, recipe, fp8_dw):
     """The two differ where an intermediate result lies between two FP8 values, so their errors are compared."""
     leaves = _leaves(*leading)
-    exact = _step(lambda *t: glu_mlp_reference(*t, kind), [x.detach().double().requires_grad_() for x in leaves])
-    actual = _step(lambda *t: fp8_glu_mlp(*t, activation=kind, recipe=recipe, fp8_dw=fp8_dw), leaves)
-    eager = _step(lambda *t: fp8_eager.glu_mlp(*t, kind, recipe, fp8_dw), leaves)
+    exact = step(lambda *t: glu_mlp_reference(*t, kind), [x.detach().double().requires_grad_() for x in leaves])
+    actual = step(lambda *t: fp8_glu_mlp(*t, activation=kind, recipe=recipe, fp8_dw=fp8_dw), leaves)
+    eager = step(lambda *t: fp8_eager.glu_mlp(*t, kind, recipe, fp8_dw), leaves)
     assert [x.shape for x in actual] == [x.shape for x in exact]
     for error, eager_error in zip(_relative_errors(actual, exact), _relative_errors(eager, exact), strict=True):
         # A chain of three products errs by about three times the 3.7 % of one product.
@@ -86,13 +69,13 @@ def test_it_saves_gate_up_and_one_copy_of_x(fp8_dw):
 def test_lean_has_the_same_gradients_and_saves_the_input(recipe, fp8_dw, options):
     run = lambda *t: fp8_glu_mlp(*t, recipe=recipe, fp8_dw=fp8_dw)
     leaves = _leaves(7)
-    expected = _step(run, leaves)
+    expected = step(run, leaves)
 
     def lean_run(*tensors):
         with tigon.lean(**options):
             return run(*tensors)
 
-    torch.testing.assert_close(_step(lean_run, leaves), expected, rtol=0, atol=0)
+    torch.testing.assert_close(step(lean_run, leaves), expected, rtol=0, atol=0)
     saved = saved_tensors(lambda: lean_run(*leaves))
     assert any(t is leaves[0] for t in saved)
     assert sum(t.shape == (7, INNER) for t in saved) == (0 if options else 2)
@@ -107,12 +90,12 @@ def test_a_checkpoint_has_the_same_gradients_and_multiplies_gate_and_up_again(re
 
     run = lambda *t: fp8_glu_mlp(*t, recipe=recipe, fp8_dw=fp8_dw, caches=WeightCache() if cached else None)
     leaves = _leaves(7)
-    expected = _step(run, leaves)
+    expected = step(run, leaves)
     products, multiply = [], module.multiply_fp8
     monkeypatch.setattr(module, "multiply_fp8", lambda *a, **k: products.append(a) or multiply(*a, **k))
     y = checkpoint(run, *leaves, use_reentrant=False)
     assert len(products) == 3
-    gradients = torch.autograd.grad(y, leaves, _randn(*y.shape, seed=7))
+    gradients = torch.autograd.grad(y, leaves, randn(*y.shape, seed=7))
     torch.testing.assert_close([y, *gradients], expected, rtol=0, atol=0)
     # The second run repeats gate and up, but not y. Backward computes da and dx here, and dW in the other file.
     assert len(products) == 3 + 2 + 2

@@ -7,65 +7,44 @@ from torch import Tensor
 
 import fp8_eager
 import tigon
-from op_cases import DEVICE, one_in, saved_tensors
+from fp8_cases import DTYPE, MODES, RECIPES, assert_same, leaf, modes, randn, recipes
+from op_cases import one_in, saved_tensors
 from tigon.ops.fp8.fp8_linear import fp8_projections
 
-RECIPES = ["tensorwise", "rowwise"]
-recipes = pytest.mark.parametrize("recipe", RECIPES)
-MODES = {"dW in FP8": True, "dW in the dtype of x": False}
-modes = pytest.mark.parametrize("fp8_dw", MODES.values(), ids=MODES)
 WIDTHS = 64, 32, 48
-# On a GPU the units accumulate with fewer bits, and return rows with their own scales in bf16.
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-TOLERANCE = {"rtol": 2e-2, "atol": 2e-2} if DEVICE == "cuda" else {"rtol": 1e-5, "atol": 1e-5}
-
-
-def _randn(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * scale
-    return values.to(DEVICE, DTYPE)
-
-
-def _leaf(*shape: int, **options) -> Tensor:
-    return _randn(*shape, **options).requires_grad_()
 
 
 def _layers(hidden: int = 64) -> tuple[list[Tensor], list[Tensor | None]]:
-    weights = [_leaf(width, hidden, scale=hidden**-0.5) for width in WIDTHS]
-    return weights, [None, _leaf(WIDTHS[1]), None]
+    weights = [leaf(width, hidden, scale=hidden**-0.5) for width in WIDTHS]
+    return weights, [None, leaf(WIDTHS[1]), None]
 
 
 def _upstream(outputs) -> list[Tensor]:
-    return [_randn(*y.shape, seed=5 + i) for i, y in enumerate(outputs)]
+    return [randn(*y.shape, seed=5 + i) for i, y in enumerate(outputs)]
 
 
 def _results(outputs, leaves) -> list[Tensor]:
     return [*outputs, *torch.autograd.grad(outputs, leaves, _upstream(outputs))]
 
 
-def _assert_same(actual, expected) -> None:
-    for a, b in zip(actual, expected, strict=True):
-        size = max(1.0, b.abs().max().item())
-        torch.testing.assert_close(a / size, b / size, **TOLERANCE)
-
-
 @one_in(2, shape=[(16, 64), (7, 64), (2, 9, 64), (64,)], recipe=RECIPES, fp8_dw=MODES)
 def test_fp8_linear_is_the_eager_code(shape, recipe, fp8_dw):
-    x, weight, bias = _leaf(*shape), _leaf(48, 64, scale=0.125), _leaf(48)
+    x, weight, bias = leaf(*shape), leaf(48, 64, scale=0.125), leaf(48)
     y = tigon.fp8_linear(x, weight, bias, recipe=recipe, fp8_dw=fp8_dw)
     expected = fp8_eager.linear(x, weight, bias, recipe, fp8_dw)
     assert y.shape == expected.shape == (*shape[:-1], 48)
-    _assert_same(_results([y], [x, weight, bias]), _results([expected], [x, weight, bias]))
+    assert_same(_results([y], [x, weight, bias]), _results([expected], [x, weight, bias]))
 
 
 @recipes
 @modes
 def test_projections_are_one_layer_with_all_outputs(recipe, fp8_dw):
-    x, (weights, biases) = _leaf(3, 7, 64), _layers()
+    x, (weights, biases) = leaf(3, 7, 64), _layers()
     leaves = [x, *weights, biases[1]]
     actual = _results(fp8_projections(x, weights, biases, recipe=recipe, fp8_dw=fp8_dw), leaves)
     both = fp8_eager.linear(x, torch.cat(weights), None, recipe, fp8_dw)
     outputs = [y if b is None else y + b for y, b in zip(both.split(WIDTHS, -1), biases, strict=True)]
-    _assert_same(actual, _results(outputs, leaves))
+    assert_same(actual, _results(outputs, leaves))
 
 
 @recipes
@@ -74,7 +53,7 @@ def test_the_error_is_bounded_by_the_formats(recipe):
 
     A value below the smallest normal one errs by less than that of a value at it.
     """
-    x, weight, dy = _randn(48, 64).double(), _randn(32, 64, scale=0.1).double(), _randn(48, 32).double()
+    x, weight, dy = randn(48, 64).double(), randn(32, 64, scale=0.1).double(), randn(48, 32).double()
     leaves = [t.to(DTYPE).requires_grad_() for t in (x, weight)]
     y = tigon.fp8_linear(*leaves, recipe=recipe)
     gradients = torch.autograd.grad(y, leaves, dy.to(DTYPE))
@@ -91,7 +70,7 @@ def test_the_error_is_bounded_by_the_formats(recipe):
 
 
 def test_rowwise_scales_keep_small_rows_apart_from_large_ones():
-    x, weight = _randn(16, 64), _randn(32, 64)
+    x, weight = randn(16, 64), randn(32, 64)
     x[3] *= 1e6
     errors = {}
     for recipe in RECIPES:
@@ -106,18 +85,18 @@ def test_rowwise_scales_keep_small_rows_apart_from_large_ones():
 @recipes
 def test_nan_and_infinity_reach_the_result(recipe):
     for value in (float("nan"), float("inf")):
-        x, weight = _randn(16, 64), _leaf(32, 64)
+        x, weight = randn(16, 64), leaf(32, 64)
         x[5, 1] = value
         assert not tigon.fp8_linear(x, weight, recipe=recipe)[5].isfinite().any()
-        dy = _randn(16, 32)
+        dy = randn(16, 32)
         dy[2, 7] = value
-        (dw,) = torch.autograd.grad(tigon.fp8_linear(_randn(16, 64), weight, recipe=recipe), weight, dy)
+        (dw,) = torch.autograd.grad(tigon.fp8_linear(randn(16, 64), weight, recipe=recipe), weight, dy)
         assert not dw[7].isfinite().any()
 
 
 @recipes
 def test_the_saved_input_takes_one_byte_for_each_value(recipe):
-    x, weight = _leaf(16, 64), _leaf(32, 64)
+    x, weight = leaf(16, 64), leaf(32, 64)
     values = lambda tensors: sorted((t.dtype, t.numel()) for t in tensors if t.numel() == x.numel())
     key = lambda tensors: {(t.dtype, tuple(t.shape)) for t in tensors}
     assert (torch.float8_e4m3fn, (64, 16)) in key(saved_tensors(lambda: tigon.fp8_linear(x, weight, recipe=recipe)))
@@ -131,7 +110,7 @@ def test_the_saved_input_takes_one_byte_for_each_value(recipe):
 
 @recipes
 def test_without_gradients_nothing_is_saved_and_the_result_is_the_same(recipe):
-    x, weight = _leaf(7, 64), _leaf(32, 64)
+    x, weight = leaf(7, 64), leaf(32, 64)
     expected = tigon.fp8_linear(x, weight, recipe=recipe)
     with torch.no_grad():
         saved = saved_tensors(lambda: tigon.fp8_linear(x, weight, recipe=recipe))
@@ -143,7 +122,7 @@ def test_without_gradients_nothing_is_saved_and_the_result_is_the_same(recipe):
 
 @one_in(2, used=[(0,), (2,), (0, 2)], recipe=RECIPES)
 def test_weights_of_unused_outputs_get_no_gradient(used, recipe):
-    x, (weights, biases) = _leaf(7, 64), _layers()
+    x, (weights, biases) = leaf(7, 64), _layers()
     outputs = [fp8_projections(x, weights, biases, recipe=recipe)[i] for i in used]
     gradients = torch.autograd.grad(outputs, [x, *weights, biases[1]], _upstream(outputs), allow_unused=True)
     assert [g is not None for g in gradients] == [True, *(i in used for i in range(3)), False]
@@ -152,6 +131,6 @@ def test_weights_of_unused_outputs_get_no_gradient(used, recipe):
 
 
 def test_outputs_may_be_written_in_place():
-    x, (weights, biases) = _leaf(7, 64), _layers()
+    x, (weights, biases) = leaf(7, 64), _layers()
     outputs = [y.view(7, -1, 16).mul_(2.0) for y in fp8_projections(x, weights, biases)]
     torch.autograd.grad(outputs, x, [torch.ones_like(y) for y in outputs])

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from op_cases import DEVICE, one_in
+from fp8_cases import randn
+from op_cases import one_in
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.fp8.fp8_linear import fp8_projections
 from tigon.ops.norms.kernels import NeededNormGradients, NormOptions, norm_backward, norm_forward
@@ -19,12 +20,7 @@ from tigon.runtime.tuning import tuned
 
 pytestmark = pytest.mark.kernels
 
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 TOKENS, HIDDEN, INNER = 7, 32, 64
-
-
-def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = DTYPE) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, dtype)
 
 
 def _assert_maximum(maximum: Tensor, x: Tensor) -> None:
@@ -40,8 +36,8 @@ def _assert_maximum(maximum: Tensor, x: Tensor) -> None:
 )  # fmt: skip
 def test_kernels_find_the_maximum_of_stored_values_and_write_the_same_bits(case, dtype, has_residual):
     shape, splits = case
-    x, residual, dy = (_randn(*shape, dtype=dtype, seed=seed) for seed in range(3))
-    residual, weight = residual if has_residual else None, _randn(shape[1], dtype=dtype)
+    x, residual, dy = (randn(*shape, dtype=dtype, seed=seed) for seed in range(3))
+    residual, weight = residual if has_residual else None, randn(shape[1], dtype=dtype)
     # With an epsilon of zero, rstd is infinite in the rows of a tile that do not exist.
     options, needs = NormOptions(0.0, 0.0, True), NeededNormGradients(True, dtype, None)
     with tuned(NormConfig, block_m=2, programs=3, splits=splits, columns=64):
@@ -59,7 +55,7 @@ def test_kernels_find_the_maximum_of_stored_values_and_write_the_same_bits(case,
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
 def test_nan_and_infinity_are_the_largest_values(value):
-    x, dy, maximum = _randn(7, 48), _randn(7, 48, seed=1), zero_number(_randn(1))
+    x, dy, maximum = randn(7, 48), randn(7, 48, seed=1), zero_number(randn(1))
     dy[3, 5] = value
     statistics = norm_forward(x, None, None, None, NormOptions(1e-5, 0.0, True))[2]
     dx, *_ = norm_backward(dy, None, x, None, statistics, 0.0, NeededNormGradients(True, None, None), maximum)
@@ -70,7 +66,7 @@ def _leaves() -> list[Tensor]:
     """Return x, a residual, the weights of two norms, and weights of q, gate, up and down."""
     shapes = (1, TOKENS, HIDDEN), (1, TOKENS, HIDDEN), (HIDDEN,), (HIDDEN,), (HIDDEN, HIDDEN)
     shapes += (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)
-    return [_randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    return [randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
 
 
 class Layer:
@@ -101,7 +97,7 @@ def test_a_gradient_that_a_hook_changes_is_read_again(hook):
         (y,) = fp8_projections(leaves[0], leaves[4:5], [None])
         y.register_hook(hook)
         z = layer(y, *leaves[1:])
-        results.append([z, *torch.autograd.grad(z, leaves, _randn(*z.shape, seed=7))])
+        results.append([z, *torch.autograd.grad(z, leaves, randn(*z.shape, seed=7))])
     _assert_equal(*results)
 
 

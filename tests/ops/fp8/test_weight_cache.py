@@ -9,15 +9,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tigon
-from op_cases import DEVICE, one_in
+from fp8_cases import leaf, recipes
+from op_cases import one_in
 from tigon.ops.fp8 import weights as module
 from tigon.ops.fp8.fp8_glu_mlp import fp8_glu_mlp
 from tigon.ops.fp8.fp8_linear import fp8_projections
 from tigon.ops.fp8.weights import WeightCache
 
 pytestmark = pytest.mark.no_interpreter("The cache launches no kernel of its own.")
-
-DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
 @pytest.fixture
@@ -34,17 +33,13 @@ def quantisations(monkeypatch) -> list[tuple[bool, bool]]:
     return calls
 
 
-def _leaf(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE).requires_grad_()
-
-
 def _run(x: Tensor, weights: list[Tensor], cache: WeightCache | None, recipe: str = "tensorwise") -> Tensor:
     return torch.cat(fp8_projections(x, weights, [None] * len(weights), recipe=recipe, caches=cache), -1)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@recipes
 def test_results_have_the_bits_of_those_without_a_cache(recipe):
-    x, weights, cache = _leaf(7, 32), [_leaf(16, 32), _leaf(32, 32, seed=1)], WeightCache()
+    x, weights, cache = leaf(7, 32), [leaf(16, 32), leaf(32, 32, seed=1)], WeightCache()
     results = []
     for chosen in (None, cache, cache):
         y = _run(x, weights, chosen, recipe)
@@ -54,7 +49,7 @@ def test_results_have_the_bits_of_those_without_a_cache(recipe):
 
 
 def test_micro_batches_and_recomputed_layers_share_the_copies(quantisations):
-    x, weights, cache = _leaf(7, 32), [_leaf(16, 32)], WeightCache()
+    x, weights, cache = leaf(7, 32), [leaf(16, 32)], WeightCache()
     for _ in range(3):
         _run(x, weights, cache).sum().backward()
         checkpoint(_run, x, weights, cache, use_reentrant=False).sum().backward()
@@ -73,7 +68,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_of_a_weight_is_seen(change):
-    x, weights, cache = _leaf(7, 32), [_leaf(16, 32)], WeightCache()
+    x, weights, cache = leaf(7, 32), [leaf(16, 32)], WeightCache()
     before = _run(x, weights, cache)
     before.sum().backward()
     change(weights[0])
@@ -91,7 +86,7 @@ def _write_unseen(weight: Tensor) -> None:
 @one_in(1, passes=[1, 2], calls_step=[False, True])
 def test_a_write_that_keeps_the_version_is_seen_after_steps_in_backward(passes, calls_step):
     """The shards step in backward, and FSDP gathers their new values later."""
-    x, weights, cache = _leaf(7, 32), [_leaf(16, 32)], WeightCache()
+    x, weights, cache = leaf(7, 32), [leaf(16, 32)], WeightCache()
     shards = [torch.ones(3, requires_grad=True) for _ in range(2)]
     optimizer = tigon.AdamW(shards, lr=1.0)
     hooks = tigon.step_in_backward(optimizer)
@@ -107,7 +102,7 @@ def test_a_write_that_keeps_the_version_is_seen_after_steps_in_backward(passes, 
 
 def test_a_write_that_keeps_the_version_is_seen_inside_of_the_next_backward():
     """A layer that is recomputed runs its forward in backward."""
-    x, weights, cache, outputs = _leaf(7, 32), [_leaf(16, 32)], WeightCache(), []
+    x, weights, cache, outputs = leaf(7, 32), [leaf(16, 32)], WeightCache(), []
     shard = torch.ones(3, requires_grad=True)
     optimizer = tigon.AdamW([shard], lr=1.0)
     hooks = tigon.step_in_backward(optimizer)
@@ -121,7 +116,7 @@ def test_a_write_that_keeps_the_version_is_seen_inside_of_the_next_backward():
 
 
 def test_a_layer_that_is_recomputed_uses_its_copies_while_others_step_in_backward(quantisations):
-    x, weights, cache = _leaf(7, 32), [_leaf(16, 32)], WeightCache()
+    x, weights, cache = leaf(7, 32), [leaf(16, 32)], WeightCache()
     scale = torch.ones((), requires_grad=True)
     optimizer = tigon.AdamW([scale], lr=1.0)
     hooks = tigon.step_in_backward(optimizer)
@@ -134,7 +129,7 @@ def test_a_layer_that_is_recomputed_uses_its_copies_while_others_step_in_backwar
 
 @pytest.mark.parametrize("keeps_frozen", [False, True])
 def test_frozen_weights_are_quantised_once_a_step_or_only_once(quantisations, keeps_frozen):
-    x, weights, cache = _leaf(7, 32), [_leaf(16, 32).detach()], WeightCache(keeps_frozen)
+    x, weights, cache = leaf(7, 32), [leaf(16, 32).detach()], WeightCache(keeps_frozen)
     optimizer = torch.optim.SGD([x], lr=0.1)
     for _ in range(3):
         for _ in range(2):
@@ -146,7 +141,7 @@ def test_frozen_weights_are_quantised_once_a_step_or_only_once(quantisations, ke
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_captured_graph_quantises_all_weights(quantisations, monkeypatch, is_frozen):
     """A graph with the address of a copy would read freed memory after the copy is replaced."""
-    x, weights, cache = _leaf(7, 32), [_leaf(16, 32).requires_grad_(not is_frozen)], WeightCache()
+    x, weights, cache = leaf(7, 32), [leaf(16, 32).requires_grad_(not is_frozen)], WeightCache()
     _run(x, weights, cache)
     monkeypatch.setattr(module, "is_capturing", lambda weight: True)
     _run(x, weights, cache)
@@ -154,7 +149,7 @@ def test_a_captured_graph_quantises_all_weights(quantisations, monkeypatch, is_f
 
 
 def test_a_step_between_forward_and_backward_does_not_change_the_gradient():
-    x, weights, cache = _leaf(7, 32), [_leaf(16, 32)], WeightCache()
+    x, weights, cache = leaf(7, 32), [leaf(16, 32)], WeightCache()
     (expected,) = torch.autograd.grad(_run(x, weights, cache).sum(), x)
     y = _run(x, weights, cache)
     weights[0].detach().mul_(2.0)
@@ -163,7 +158,7 @@ def test_a_step_between_forward_and_backward_does_not_change_the_gradient():
 
 
 def test_an_mlp_has_two_groups(quantisations):
-    leaves, cache = [_leaf(7, 32), _leaf(64, 32), _leaf(64, 32, seed=1), _leaf(32, 64, seed=2)], WeightCache()
+    leaves, cache = [leaf(7, 32), leaf(64, 32), leaf(64, 32, seed=1), leaf(32, 64, seed=2)], WeightCache()
     results = []
     for chosen in (None, cache, cache):
         y = fp8_glu_mlp(*leaves, caches=chosen)
@@ -174,7 +169,7 @@ def test_an_mlp_has_two_groups(quantisations):
 
 
 def test_a_copied_or_unpickled_cache_is_empty():
-    x, weights, cache = _leaf(7, 32), [_leaf(16, 32)], WeightCache()
+    x, weights, cache = leaf(7, 32), [leaf(16, 32)], WeightCache()
     _run(x, weights, cache)
     assert cache.nbytes > 0
     assert copy.deepcopy(cache).nbytes == 0
