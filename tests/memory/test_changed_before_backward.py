@@ -67,7 +67,7 @@ CASES = [(2, change) for change in ADAPTERS.values()] + [(0, change) for change 
 
 
 @pytest.mark.parametrize(("adapters", "change"), CASES, ids=[*ADAPTERS, *PLAIN])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_a_change_between_forward_and_backward_is_refused(adapters, change):
     model = make_model(adapters)
     tigon.patch(model, memory=LEVEL)
@@ -133,7 +133,7 @@ WITHOUT_EFFECT = {
 
 
 @pytest.mark.parametrize("change", WITHOUT_EFFECT.values(), ids=WITHOUT_EFFECT)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_changes_without_effect_on_a_second_call_are_accepted(change):
     models = [make_model(2), make_model(2)]
     tigon.patch(models[0], memory=LEVEL)

@@ -37,7 +37,7 @@ COMBINATIONS = list(itertools.product(DTYPES, MODES))
 
 # `make test` runs one in so many combinations of each op, and `make test-thorough` as many again. Most
 # ops share the code that switches autocast off, so a combination that fails does so in many ops.
-STEP = 11 if INTERPRETED else 5
+STEP = 13 if INTERPRETED else 9
 
 RUNS_KERNELS = INTERPRETED or DEVICE == "cuda"
 

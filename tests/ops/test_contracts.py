@@ -18,7 +18,7 @@ from op_cases import (
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_case
-@pytest.mark.sampled(in_interpreter=5)
+@pytest.mark.sampled(2, in_interpreter=7)
 def test_an_op_is_as_accurate_as_eager_code(case: Case, dtype: torch.dtype):
     assert_as_accurate_as_eager(
         case.run, case.reference, case.inputs(dtype), loss=case.workload.is_loss, term_size=case.variant.term_size

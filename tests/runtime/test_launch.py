@@ -207,6 +207,7 @@ def _variants(step, n: int, chip) -> set:
     *(pytest.param(step, id=name) for name, step in STEPS.items()),
     *(pytest.param(partial(_step_of, case), id=f"{case.name} of the table") for case in CASES),
 ])  # fmt: skip
+@pytest.mark.sampled(2)
 def test_another_number_of_tokens_compiles_nothing(step):
     expected = _variants(step, 48, CHIPS[0])
     for n in (47, 16, 1, 400):

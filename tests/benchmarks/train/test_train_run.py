@@ -295,14 +295,20 @@ def test_two_ranks_shard_the_model_and_have_the_losses_of_one_process(run, reque
     assert len(lean["losses"]) == 3
 
 
-def test_a_process_that_fails_gives_its_reason_and_leaves_its_log(tmp_path):
-    job = asdict(worker.Job("stock", {"model_type": "llama"}, "absent.npy", 1, 8, device="nowhere"))
-    result = process.run_process(job, tmp_path / "stock.log")
+JOB = asdict(worker.Job("stock", {"model_type": "llama"}, "absent.npy", 1, 8, device="nowhere"))
+
+
+@pytest.mark.thorough
+def test_a_worker_that_fails_gives_its_reason_and_leaves_its_log(tmp_path):
+    result = process.run_process(JOB, tmp_path / "stock.log")
     assert result["status"] == "error"
     assert "nowhere" in result["note"]
     assert "Traceback" in (tmp_path / "stock.log").read_text()
+
+
+def test_a_process_that_fails_gives_its_last_words(tmp_path):
     program = ["-c", "import sys; print('the last words', file=sys.stderr); sys.exit(5)"]
-    result = process.run_process(job, tmp_path / "other.log", program)
+    result = process.run_process(JOB, tmp_path / "other.log", program)
     assert result == {"status": "error", "note": "the process ended with code 5 the last words"}
 
 

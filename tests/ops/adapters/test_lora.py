@@ -238,15 +238,15 @@ def test_dropout_applies_the_mask_of_its_seed():
 def test_dropout_keeps_the_right_share_and_differs_between_adapters():
     p = 0.05
     seeds = torch.tensor([1, 2], device=DEVICE)
-    masks = [dropout_bits(seeds, i, 64, 1024, p) for i in (0, 1, 0)]
+    masks = [dropout_bits(seeds, i, 32, 512, p) for i in (0, 1, 0)]
     assert torch.equal(masks[0], masks[2])
     assert not torch.equal(masks[0], masks[1])
     for mask in masks[:2]:
         bits = (mask[:, :, None] >> torch.arange(8, device=DEVICE)) & 1
-        # The standard deviation of the mean of 65536 bits is at most 0.002.
+        # The standard deviation of the mean of 16384 bits is 0.0017.
         assert abs(bits.float().mean().item() - (1 - p)) < 0.008
         # Neighbours in a row and rows below each other are independent.
-        flat = bits.reshape(64, 1024).float() - (1 - p)
+        flat = bits.reshape(32, 512).float() - (1 - p)
         for a, b in ((flat[:, 1:], flat[:, :-1]), (flat[1:], flat[:-1])):
             assert abs((a * b).mean().item()) < 0.008
 

@@ -79,7 +79,7 @@ def test_chunks_compute_what_transformers_computes(rule):
 @every_rule
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @one_in(1, tokens=[1, 63, 64, 65, 130], heads=HEADS)
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(7, in_interpreter=11)
 def test_the_rule_is_as_accurate_as_transformers(tokens, heads, dtype, rule):
     # A block of keys with a mask, and a last block of values that is half full.
     assert_as_accurate_as_stock(rule, make_inputs(rule, tokens=tokens, heads=heads, sizes=(24, 48), dtype=dtype), dtype)
@@ -96,7 +96,7 @@ STRENGTHS = {
 @pytest.mark.parametrize(("name", "value"), STRENGTHS.values(), ids=STRENGTHS)
 @pytest.mark.sampled(3)
 def test_extreme_gates(name, value, dtype, rule):
-    inputs = make_inputs(rule, tokens=130, dtype=dtype)
+    inputs = make_inputs(rule, dtype=dtype)
     # The logarithm of the decay of a chunk is rounded, so a state that has decayed to 1e-23 has few digits.
     inputs["g"] = (inputs["g"].detach() / 64).requires_grad_()
     inputs[name] = torch.full_like(inputs[name], value).requires_grad_()
@@ -211,7 +211,7 @@ def test_resets_lose_no_digits_of_other_tokens(dtype, rule):
     """A g of -1e6 or of -inf at two tokens resets the state, and changes nothing else."""
     results = {}
     for value in (-1e6, -torch.inf):
-        inputs = make_inputs(rule, tokens=100, dtype=dtype)
+        inputs = make_inputs(rule, dtype=dtype)
         inputs["g"] = inputs["g"].detach().float().index_fill(1, torch.tensor([10, 40], device=DEVICE), value)
         inputs["g"].requires_grad_()
         results[value] = results_of(rule.op, inputs)
@@ -223,6 +223,7 @@ def test_resets_lose_no_digits_of_other_tokens(dtype, rule):
 
 @every_rule
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.sampled(in_interpreter=2)
 def test_the_states_of_two_calls_join_them(dtype, rule):
     """A sequence in two calls has the results of one call, because the state and its gradient flow through."""
     inputs = make_inputs(rule, tokens=128, dtype=dtype)
