@@ -7,7 +7,6 @@ import functools
 import gc
 import types
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,12 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
-from memory.steps import assert_same_bits, paged
+from memory.steps import assert_same_bits
 from op_cases import one_in
 from tigon.hf import checkpoints
 from tigon.memory import host_pages, layer_inputs
 from tigon.memory.attention import run_attention
-from tigon.memory.host_pages import HostPages, PagedCopy
 from tigon.runtime.compat.autograd import engine_run_backward
 
 pytest.importorskip("transformers")
@@ -84,21 +82,6 @@ def count_calls(model: nn.Module, seed: int = 0) -> int:
         backward(model(**batch(seed)).loss)
     model.zero_grad()
     return watch.calls
-
-
-@pytest.fixture
-def copies(monkeypatch) -> Iterator[list[tuple[str, int]]]:
-    """Move tensors of tiny layers on a CPU. Return a list of all copies: "out" or "back", and their bytes."""
-    monkeypatch.setattr(layer_inputs, "can_offload", lambda device: True)
-    # The gradients of tiny layers are larger than their inputs.
-    monkeypatch.setattr(layer_inputs, "_future_gradient_bytes", lambda layers, device: 0)
-    directions: list[tuple[str, int]] = []
-    copy_out, copy_back = HostPages.copy, PagedCopy.copy_to
-    monkeypatch.setattr(HostPages, "copy", lambda *a: (directions.append(("out", a[1].nbytes)), copy_out(*a))[1])
-    monkeypatch.setattr(PagedCopy, "copy_to", lambda *a: (directions.append(("back", a[0].nbytes)), copy_back(*a))[1])
-    # The log-sum-exp takes 384 bytes.
-    with paged(256):
-        yield directions
 
 
 @pytest.mark.parametrize(("level", "repeated"), [
