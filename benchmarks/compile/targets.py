@@ -23,13 +23,7 @@ from unittest.mock import patch
 import torch
 
 from tigon.runtime import device
-from tigon.runtime.compat.triton import (
-    JITFunction,
-    TensorDescriptor,
-    TileDescriptor,
-    gluon,
-    triton,
-)
+from tigon.runtime.compat.triton import JITFunction, TensorDescriptor, TileDescriptor, gluon, triton
 from tigon.runtime.device import Device
 
 

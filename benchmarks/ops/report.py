@@ -130,11 +130,7 @@ def case_table(rows: list[BenchRow]) -> rich_table.Table:
 def markdown(rows: list[BenchRow], roofline: Roofline, machine: dict, settings: dict) -> str:
     """Return the report as Markdown: the machine, a summary, and one table for each case."""
     against = settings.get("against")
-    lines = [
-        *page_head("Ops", machine),
-        f"Roofline measured first: {describe_roofline(roofline)}.",
-        "",
-    ]
+    lines = [*page_head("Ops", machine), f"Roofline measured first: {describe_roofline(roofline)}.", ""]
     if against:
         lines += [f"{against['provider']} is {against['commit'][:12]} ({against['title']}).", ""]
     summary = _summary(rows)

@@ -32,11 +32,7 @@ WORKLOADS = (
         # Without `up`, the first argument holds gate and up side by side.
         test_variants=(Variant("", (7, 48)), Variant("packed", (7, 96), {"up": None})),
         compile_variants=(Variant("14336", (2, 14336)),),
-        bench_shapes=(
-            Case("llama-3-8b", (16384, 14336), FIRST_ROOFLINE),
-            small(512, 2048),
-            *sweep(_SWEEP),
-        ),
+        bench_shapes=(Case("llama-3-8b", (16384, 14336), FIRST_ROOFLINE), small(512, 2048), *sweep(_SWEEP)),
         **_GATED,
     ),
     Workload(
@@ -60,11 +56,7 @@ WORKLOADS = (
             Variant("tanh 3072", (2, 3072), TANH),
             Variant("sigmoid 4096", (2, 4096), SIGMOID),
         ),
-        bench_shapes=(
-            Case("gpt-2", (16384, 3072), MORE, TANH),
-            small(512, 2048, options=TANH),
-            *sweep(_SWEEP, TANH),
-        ),
+        bench_shapes=(Case("gpt-2", (16384, 3072), MORE, TANH), small(512, 2048, options=TANH), *sweep(_SWEEP, TANH)),
         **_PLAIN,
     ),
     Workload(

@@ -76,11 +76,7 @@ WORKLOADS = (
         # Forward also reads the residual and writes the sum, and backward also reads the gradient of the sum; x and
         # the residual share their gradient.
         elements=lambda m, n: 8 * m * n + 3 * n,
-        bench_shapes=(
-            Case("llama-3-8b", (16384, 4096), ROOFLINE),
-            small(512, 1024),
-            *sweep((4096, n) for n in WIDTHS),
-        ),
+        bench_shapes=(Case("llama-3-8b", (16384, 4096), ROOFLINE), small(512, 1024), *sweep((4096, n) for n in WIDTHS)),
     ),
     Workload(
         name="gated_rms_norm",
@@ -116,10 +112,6 @@ WORKLOADS = (
         test_variants=(Variant("", (7, 48)), Variant("no bias", (7, 33), {"bias": None})),
         compile_variants=(Variant("1024", (8, 1024)), Variant("4096", (2, 4096)), Variant("16384", (2, 16384))),
         elements=lambda m, n: 5 * m * n + 5 * n,
-        bench_shapes=(
-            Case("gpt-j-6b", (16384, 4096), ROOFLINE),
-            small(512, 1024),
-            *sweep((4096, n) for n in WIDTHS),
-        ),
+        bench_shapes=(Case("gpt-j-6b", (16384, 4096), ROOFLINE), small(512, 1024), *sweep((4096, n) for n in WIDTHS)),
     ),
 )

@@ -34,13 +34,7 @@ from tigon.losses.policy_objectives import (
     with_entropy,
 )
 from tigon.losses.policy_terms import KL_ESTIMATORS, entropy_threshold, on_policy
-from tigon.losses.sequences import (
-    BatchCounts,
-    Metrics,
-    Sequences,
-    check_per_sequence,
-    check_sequences,
-)
+from tigon.losses.sequences import BatchCounts, Metrics, Sequences, check_per_sequence, check_sequences
 from tigon.runtime import checks
 
 # The function that reduces the losses of the tokens to the loss of the batch. None stands for their sum, divided by the

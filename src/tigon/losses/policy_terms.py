@@ -10,14 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from tigon.losses.sequences import (
-    Metrics,
-    Sequences,
-    bounded_exp,
-    check_per_sequence,
-    check_sequences,
-    mean,
-)
+from tigon.losses.sequences import Metrics, Sequences, bounded_exp, check_per_sequence, check_sequences, mean
 from tigon.runtime import checks
 
 KL_ESTIMATORS = ("k1", "k2", "k3")

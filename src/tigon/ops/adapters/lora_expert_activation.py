@@ -23,11 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.adapters.grouped_low_rank import (
-    GroupedLowRankConfig,
-    count_terms,
-    empty_grouped_hidden,
-)
+from tigon.ops.adapters.grouped_low_rank import GroupedLowRankConfig, count_terms, empty_grouped_hidden
 from tigon.ops.adapters.grouped_low_rank_kernels import (
     add_expanded,
     add_projected,

@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.adapters.fp8_weight import Fp8Operand
-from tigon.ops.adapters.low_rank import (
-    TokenSums,
-    dropout_bits,
-    empty_hidden,
-    expand,
-    project,
-    project_each,
-    token_sums,
-)
+from tigon.ops.adapters.low_rank import TokenSums, dropout_bits, empty_hidden, expand, project, project_each, token_sums
 from tigon.ops.adapters.plan import GradientPlan, NodePlan, gradient_runs, plan_outputs
 from tigon.ops.adapters.projection import dense_weight
 from tigon.runtime.products import multiply

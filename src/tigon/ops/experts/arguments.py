@@ -17,11 +17,7 @@ from tigon.runtime import checks
 ACTIVATIONS: dict[str, tuple[Callable, Callable, int]] = {
     "silu": (swiglu, swiglu_reference, 2),
     "gelu": (geglu, geglu_reference, 2),
-    "gelu_tanh": (
-        lambda x: geglu(x, approximate="tanh"),
-        lambda x: geglu_reference(x, approximate="tanh"),
-        2,
-    ),
+    "gelu_tanh": (lambda x: geglu(x, approximate="tanh"), lambda x: geglu_reference(x, approximate="tanh"), 2),
     "relu2": (relu2, relu2_reference, 1),
 }
 

@@ -22,12 +22,7 @@ from torch import Tensor
 
 from tigon.ops.fp8.formats import MULTIPLE, Factor, pad, runs_fp8_kernels
 from tigon.ops.fp8.quantisation import Copies, Layout, activate, empty_copies, quantise_reference
-from tigon.ops.fp8.quantisation_kernels import (
-    Fp8TileConfig,
-    scaling,
-    store_transposed,
-    tensorwise_factor,
-)
+from tigon.ops.fp8.quantisation_kernels import Fp8TileConfig, scaling, store_transposed, tensorwise_factor
 from tigon.ops.mlps.activation_kernels import activation_and_slope
 from tigon.runtime.compat.triton import tl, triton
 from tigon.runtime.device import cdiv, device_of

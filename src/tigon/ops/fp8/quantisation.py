@@ -34,13 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.ops.fp8.formats import E4M3, LARGEST, MULTIPLE, SMALLEST_AMAX, Factor, pad, runs_fp8_kernels
-from tigon.ops.fp8.quantisation_kernels import (
-    Fp8RowConfig,
-    Fp8TileConfig,
-    amax_kernel,
-    row_kernel,
-    write_kernel,
-)
+from tigon.ops.fp8.quantisation_kernels import Fp8RowConfig, Fp8TileConfig, amax_kernel, row_kernel, write_kernel
 from tigon.runtime.device import cdiv, device_of
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.maxima import Maxima, MaximaNeeds, find_maximum, zero_maxima

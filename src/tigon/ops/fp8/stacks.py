@@ -71,8 +71,7 @@ def strip_kernel(
 def _empty_transposed(x: Tensor) -> Factor:
     experts, rows, columns = x.shape
     return Factor(
-        x.new_empty((experts, columns, rows), dtype=E4M3),
-        x.new_empty((experts, columns), dtype=torch.float32),
+        x.new_empty((experts, columns, rows), dtype=E4M3), x.new_empty((experts, columns), dtype=torch.float32)
     )
 
 

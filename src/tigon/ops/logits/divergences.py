@@ -16,12 +16,7 @@ from torch import Tensor, nn
 
 from tigon.ops.logits.distillation import divergence_backward, divergence_forward
 from tigon.ops.logits.divergence_kernels import DivergenceOptions
-from tigon.ops.logits.divergence_reference import (
-    DivergenceReduction,
-    divergence_reference,
-    divisor,
-    jsd_kind,
-)
+from tigon.ops.logits.divergence_reference import DivergenceReduction, divergence_reference, divisor, jsd_kind
 from tigon.ops.logits.rescale import rescaled
 from tigon.ops.logits.token.kernels import gradient_scales
 from tigon.ops.logits.valid_rows import as_targets

@@ -50,11 +50,7 @@ from tigon.runtime import checks
 from tigon.runtime.op import Node
 from tigon.runtime.products import multiply
 
-GATES = {
-    "silu": swiglu,
-    "gelu": geglu,
-    "gelu_tanh": lambda gate, up: geglu(gate, up, approximate="tanh"),
-}
+GATES = {"silu": swiglu, "gelu": geglu, "gelu_tanh": lambda gate, up: geglu(gate, up, approximate="tanh")}
 
 
 def glu_mlp_reference(

@@ -208,11 +208,7 @@ def _run_forward(
 
 @launcher(fake=_empty_forward)
 def norm_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    options: NormOptions,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: NormOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise x, or x + residual, both [..., N], with weight and bias [N]. Return y; x + residual, or None without a
     residual; and [1 or 2, M] fp32: rstd and, if centred, the mean."""

@@ -14,12 +14,7 @@ REGISTER_BYTES = 2**18
 # The first number is the largest number of features of a rung. The others are the warps of the forward, the warps of
 # the backward, and the programs of the backward per multiprocessor. Measured on an H200 in bf16: the backward of short
 # rows is faster with many programs (655360 x 128: 0.145 ms instead of 0.286), that of longer rows with few.
-LADDER = (
-    (1024, (8, 8, 4)),
-    (4096, (4, 4, 2)),
-    (8192, (16, 8, 1)),
-    (16384, (32, 32, 1)),
-)
+LADDER = ((1024, (8, 8, 4)), (4096, (4, 4, 2)), (8192, (16, 8, 1)), (16384, (32, 32, 1)))
 
 
 @dataclass(frozen=True)

@@ -32,16 +32,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.logits.token.reference import gradient_scales_torch, gradient_torch, statistics_torch
-from tigon.ops.logits.token.scan import (
-    LOG2E,
-    LOWEST,
-    ScanConfig,
-    columns,
-    constants,
-    scan,
-    target_weight,
-    transform,
-)
+from tigon.ops.logits.token.scan import LOG2E, LOWEST, ScanConfig, columns, constants, scan, target_weight, transform
 from tigon.ops.logits.token.types import (
     LOSS_ALONE,
     WHOLE_LOSS,
