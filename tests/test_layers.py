@@ -32,21 +32,23 @@ FAMILIES = {
 ROOT_FILES = {"__init__", "as_liger", "testing"}
 
 
-Imports = list[ast.Import | ast.ImportFrom]
+IMPORTS = ast.Import | ast.ImportFrom
 
 
 @functools.cache
-def _statements_of(file: Path) -> tuple[Imports, Imports]:
-    """Return all import statements of a file, and those that are outside of functions and blocks."""
+def _nodes_of(file: Path) -> tuple[list[ast.stmt], list[ast.stmt], list[ast.stmt]]:
+    """Return all import statements of a file, those outside of functions and blocks, and its functions."""
     tree = ast.parse(file.read_text("utf-8"))
-    return tuple([node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-                 for nodes in (ast.walk(tree), tree.body))  # fmt: skip
+    nodes = [node for node in ast.walk(tree) if isinstance(node, IMPORTS | ast.FunctionDef)]
+    imports = [node for node in nodes if isinstance(node, IMPORTS)]
+    at_top = [node for node in tree.body if isinstance(node, IMPORTS)]
+    return imports, at_top, [node for node in nodes if isinstance(node, ast.FunctionDef)]
 
 
 def _imports_of(file: Path, within_functions: bool = True) -> list[tuple[int, str]]:
     """Return the names that a file imports from Tigon, with their lines."""
     imports = []
-    for node in _statements_of(file)[0 if within_functions else 1]:
+    for node in _nodes_of(file)[0 if within_functions else 1]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "tigon":
             # `from tigon.cli import environment` may name a module.
             imports += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
@@ -121,7 +123,7 @@ def test_the_package_has_no_other_folders_and_files():
 @pytest.mark.parametrize("layer", LAYERS[: LAYERS.index("hf")])
 def test_nothing_below_hf_imports_transformers(layer):
     for file in (PACKAGE / layer).rglob("*.py"):
-        for node in _statements_of(file)[0]:
+        for node in _nodes_of(file)[0]:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.partition(".")[0] == "transformers" for name in names), f"{file}:{node.lineno}"
@@ -154,8 +156,6 @@ def _is_too_large(function: ast.FunctionDef) -> bool:
 def test_files_and_functions_are_small():
     larger = set()
     for file in (*PACKAGE.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")):
-        text = file.read_text("utf-8")
-        assert text.count("\n") <= MOST_LINES, file
-        functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-        larger |= {(file.relative_to(ROOT).as_posix(), node.name) for node in functions if _is_too_large(node)}
+        assert file.read_text("utf-8").count("\n") <= MOST_LINES, file
+        larger |= {(file.relative_to(ROOT).as_posix(), node.name) for node in _nodes_of(file)[2] if _is_too_large(node)}
     assert larger == LARGER.keys()

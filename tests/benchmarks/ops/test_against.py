@@ -63,12 +63,18 @@ def imported_checkout(checkout, monkeypatch):
     return checkout
 
 
-def test_a_revision_is_a_separate_copy(imported_checkout):
+def shape_of_result(namespace):
+    with FakeTensorMode():
+        return getattr(torch.ops, namespace).activation_forward(torch.empty(2, 8), "relu2").shape
+
+
+def test_a_revision_is_a_separate_copy_with_its_own_operators(imported_checkout):
     revision = find_revision("before")
     assert revision.commit == git(imported_checkout, "rev-parse", "before")
     assert (revision.name, revision.title) == ("tigon@before", "Before | softmax")
     # The first use of a name imports its module.
     assert tigon.rms_norm
+    assert tigon.relu2
     modules = {name: module for name, module in sys.modules.items() if name.startswith("tigon")}
     x, weight = torch.randn(4, 64), torch.ones(64)
     with revision.package() as package:
@@ -78,23 +84,13 @@ def test_a_revision_is_a_separate_copy(imported_checkout):
         assert package.rms_norm is not tigon.rms_norm
         assert package.rms_norm.__globals__ is not tigon.rms_norm.__globals__
         assert torch.equal(package.rms_norm(x, weight), tigon.rms_norm(x, weight))
+        assert shape_of_result(f"tigon_{revision.commit[:12]}") == (2, 8)
         assert sys.modules["tigon"] is tigon
         assert {name: module for name, module in sys.modules.items() if name.startswith("tigon")} == modules
+    assert shape_of_result("tigon") == (2, 8)
     assert not folder.exists()
     assert git(imported_checkout, "status", "--short") == "M src/tigon/__init__.py"
     assert not (imported_checkout / ".git" / "worktrees").exists()
-
-
-def test_the_operators_of_a_revision_have_their_own_namespace(imported_checkout):
-    assert tigon.relu2
-
-    def shape_of_result(namespace):
-        with FakeTensorMode():
-            return getattr(torch.ops, namespace).activation_forward(torch.empty(2, 8), "relu2").shape
-
-    with find_revision("before").package():
-        assert shape_of_result(f"tigon_{find_revision('before').commit[:12]}") == (2, 8)
-    assert shape_of_result("tigon") == (2, 8)
 
 
 @pytest.mark.parametrize("ref", ["nowhere", "--all", "", "before:README"])

@@ -30,10 +30,7 @@ def check_kernels(variant: DeltaVariant) -> bool:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(
-    ("variant", "is_broken"),
-    [("training", False), ("states", True), ("packed states", False), ("kda", True), ("kda, packed states", False)],
-)
+@pytest.mark.parametrize(("variant", "is_broken"), [("states", True), ("kda", True), ("kda, packed states", False)])
 def test_the_self_check_finds_a_wrong_kernel(variant, is_broken, monkeypatch):
     """A wrong kernel is replaced by PyTorch code, with one warning. The default device does not matter."""
     if is_broken:
