@@ -118,8 +118,7 @@ class Fp8Operand:
         """Return the FP8 copy, and quantise the parts if no kernel has written it. The operand does not keep it."""
         copy, self.copy = self.copy, None
         if copy is None:
-            copy = quantise(self._all_parts(), self.layout, self.maximum).rows
-        assert copy is not None
+            copy = quantise(self._all_parts(), self.layout, self.maximum).copy()
         return copy
 
     def _all_parts(self) -> list[Tensor]:

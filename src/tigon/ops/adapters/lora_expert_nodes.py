@@ -110,15 +110,13 @@ def _first_product(
 class _Operand(NamedTuple):
     """The factors of a sum over the rows of each expert."""
 
-    z: Tensor | None  # [S, N], or [T, N] if `gathers` is True.
+    z: Any  # [S, N], or [T, N] if `gathers` is True.
     # The terms of the low-rank products, [S, 2, R].
-    h: Tensor | None
+    h: Any
     gathers: bool = False
 
     def sums(self, column: int, like: Tensor, routing: Routing, factor: float = 1.0) -> Tensor:
         """Return the sums for the columns of one adapter, in the dtype and with the strides of `like` [E, r, N]."""
-        assert self.z is not None
-        assert self.h is not None
         # `empty_like` keeps the order of the strides, so the gradient of PEFT's B is a view of a tensor [out, r E].
         out = torch.empty_like(like)
         return grouped_sums(self.z, self.h, column, out, routing, self.gathers, factor)
@@ -262,8 +260,7 @@ class AddGroupedAdapters(Node):
         ctx: Any, x: Tensor, y: Tensor, routing: Routing, scalings: tuple[float, ...], *factors: Tensor
     ) -> Tensor:
         (adapters, _), x = _rebuild(factors, (scalings, ())), _rows(x)
-        terms = _split(adapters)
-        assert terms is not None
+        terms: Any = _split(adapters)
         p, _ = grouped_project(x, terms.a, routing, gathers=False)
         grouped_expand(p, terms.b, y, routing)
         ctx.mark_dirty(y)
@@ -275,8 +272,7 @@ class AddGroupedAdapters(Node):
         x, p, slot, order, expert, ends, *factors = ctx.saved_tensors
         routing, rows = Routing(slot, order, expert, ends), _rows(dy)
         (adapters, _), (needs, _) = (_rebuild(f, (ctx.scalings, ())) for f in (factors, ctx.needs_input_grad[4:]))
-        terms = _split(adapters)
-        assert terms is not None
+        terms: Any = _split(adapters)
         dp, _ = grouped_project(rows, terms.b, routing, gathers=False)
         gradients = _factor_gradients(adapters, needs, _Operand(x, dp), _Operand(rows, p), routing)
         dx = None

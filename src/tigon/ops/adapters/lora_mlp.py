@@ -65,8 +65,8 @@ class _GLUPlan(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def _plan_glu(plan: NodePlan) -> _GLUPlan | None:
-    """Return the plans of the node, or None if it does not support these adapters."""
+def _plan_glu(plan: NodePlan) -> Any:
+    """Return the `_GLUPlan` of the node, or None if it does not support these adapters."""
     entries = {entry.layer: entry for entry in plan.entries}
     is_supported = len(entries) == len(plan.entries) > 0 and not plan.has_dropout
     if not is_supported or max(entry.stop - entry.start for entry in plan.entries) > LARGEST_RANK:
@@ -103,7 +103,6 @@ class _LoRAGLUMLP(Node):
         *tensors: Any,
     ) -> Tensor:  # fmt: skip
         rows, glu = rows_of(x), _plan_glu(plan)
-        assert glu is not None
         weights = [tensors[layer.weight_index] for layer in plan.layers]
         # In this method gradients are off, and `needs_input_grad` does not depend on them.
         fp8 = Fp8Group.of(weights[:2], records and ctx.needs_input_grad[0])
@@ -135,7 +134,6 @@ class _LoRAGLUMLP(Node):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, h, down_h, gate, up, *saved = unpack_gated(ctx)
         tensors, glu = saved_tensors(ctx, saved), _plan_glu(ctx.plan)
-        assert glu is not None
         needs_dx, *_ = needs = ctx.needs_input_grad
         needs, rows, dy = needs[6:], rows_of(x), rows_of(dy)
         check_version("lora_glu_mlp", ctx, gate)

@@ -71,29 +71,24 @@ def _total_bias(biases: Sequence[tuple[int, float | None]], tensors: Sequence[An
 
 
 def add_low_rank(
-    ys: Mapping[int, Tensor], plan: NodePlan, tensors: Sequence[Any], h: Tensor | None, adds: bool = True
+    ys: Mapping[int, Tensor], plan: NodePlan, tensors: Sequence[Any], h: Any, adds: bool = True
 ) -> frozenset[int]:
     """Add the outputs of the adapters and the biases of layers to y_i [T, O_i]; without `adds`, write them to y_i. `ys`
     holds the y_i by the indices of their layers. Return the indices of those that have an adapter or a bias. The others
     are not written."""
     outputs = plan_outputs(plan, tuple(ys))
     for run in outputs.first_runs:
-        assert h is not None
         biases = [_total_bias(plan.layers[i].biases, tensors) for i in run.layers] if plan.has_biases else []
         expand(run.columns(h), run.b(tensors), [ys[i] for i in run.layers], run.scalings, biases, adds=adds)
     for run in outputs.other_runs:
-        assert h is not None
         expand(run.columns(h), run.b(tensors), [ys[run.layers[0]]], run.scalings, [], adds=True)
     for i in outputs.biased_layers:
-        bias = _total_bias(plan.layers[i].biases, tensors)
-        assert bias is not None
+        bias: Any = _total_bias(plan.layers[i].biases, tensors)
         ys[i].add_(bias) if adds else ys[i].copy_(bias.expand_as(ys[i]))
     return outputs.written_layers
 
 
-def write_outputs(
-    ys: Mapping[int, Tensor], rows: Tensor, plan: NodePlan, tensors: Sequence[Any], h: Tensor | None
-) -> None:
+def write_outputs(ys: Mapping[int, Tensor], rows: Tensor, plan: NodePlan, tensors: Sequence[Any], h: Any) -> None:
     """Write y_i [T, O_i] of layers, by their indices, from x [T, I] and the terms of h."""
     written = add_low_rank(ys, plan, tensors, h, adds=False)
     for i, y in ys.items():
@@ -120,14 +115,13 @@ def project_gradients(
 
 
 def compute_input_gradient(
-    dys: Mapping[int, Tensor], plan: NodePlan, tensors: Sequence[Any], dh: Tensor | None, masks: Masks,
+    dys: Mapping[int, Tensor], plan: NodePlan, tensors: Sequence[Any], dh: Any, masks: Masks,
     operand: Fp8Operand | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Return dx [T, I], from dy_i [T, O_i] and the terms of dh, whose columns are those of the plan. The result is None
     if `dys` is empty. `operand` holds the dy_i of the layers whose weights are in FP8, or is None if there are none."""
     dx = None if operand is None else operand.input_gradient()
     for run in plan.a_runs:
-        assert dh is not None
         factors = run.a(tensors)
         is_first = dx is None
         if dx is None:
@@ -144,7 +138,7 @@ def compute_input_gradient(
 
 
 def layer_gradients(
-    plan: GradientPlan, rows: Tensor | None, h: Tensor | None, dh: Tensor | None, dys: Mapping[int, Tensor],
+    plan: GradientPlan, rows: Any, h: Any, dh: Any, dys: Mapping[int, Tensor],
     masks: Masks, count: int,
 ) -> list[Tensor | None]:  # fmt: skip
     """Return the gradients of the `count` tensors of a node. A gradient that is not needed is None. They depend on x
@@ -152,7 +146,6 @@ def layer_gradients(
     needed gradient depends on it."""
     gradients: list[Tensor | None] = [None] * count
     for layer, index in plan.weights:
-        assert rows is not None
         gradients[index] = torch.mm(dys[layer].t(), rows)
     for layer, index in plan.biases:
         gradients[index] = dys[layer].sum(0)
@@ -160,21 +153,17 @@ def layer_gradients(
         db = entry.scaling * dys[entry.layer].sum(0, dtype=torch.float32)
         gradients[entry.a_index + 2] = db.to(entry.bias_dtype)
     for a_run, b_run in plan.sums:
-        others = None
+        others: Any = None
         if b_run is not None:
-            assert h is not None
             zs = [dys[i] for i in b_run.layers]
             others = TokenSums(zs, b_run.columns(h), b_run.ranks[0], b_run.scalings, b_run.b_dtypes)
         if a_run is not None:
-            assert rows is not None
-            assert dh is not None
             mask = masks.get(a_run.position)
             da, *dbs = token_sums(rows, a_run.columns(dh), a_run.factors[0], mask, True, a_run.a_dtypes[0], others)
             parts = (da,) if len(a_run.ranks) == 1 else da.split(a_run.ranks)
             for index, part in zip(a_run.indices, parts, strict=True):
                 gradients[index] = part
         elif others is not None:
-            assert others.h is not None
             dbs = token_sums(others.zs[0], others.h, others.factors[0], dtype=others.dtypes[0])
         if b_run is not None:
             for index, db in zip(b_run.indices, dbs, strict=True):

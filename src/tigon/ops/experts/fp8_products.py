@@ -82,17 +82,12 @@ def _factor(weight: Tensor, copy: WeightCopy, by_rows: bool) -> Factor:
     """Return the copy of a weight for a product, and make it if there is none. The caller's product frees it again."""
     if copy.values is not None and copy.scale is not None:
         return Factor(copy.values, copy.scale)
-    copies = quantise_weights([weight], True, by_rows, not by_rows)
-    factor = copies.rows if by_rows else copies.transposed
-    assert factor is not None
-    return factor
+    return quantise_weights([weight], True, by_rows, not by_rows).copy(by_rows)
 
 
 def quantise_rows(x: Tensor) -> Factor:
     """Return the FP8 rows of x [S, M]."""
-    rows = quantise([x], _ROWS).rows
-    assert rows is not None
-    return rows
+    return quantise([x], _ROWS).copy()
 
 
 def quantise_activated(h: Tensor, kind: str) -> Factor:
@@ -101,9 +96,7 @@ def quantise_activated(h: Tensor, kind: str) -> Factor:
     if width == 1:
         return quantise_rows(run(h))
     gate, up = h.chunk(2, -1)
-    rows = quantise_gated(gate, up, kind, _ROWS).rows
-    assert rows is not None
-    return rows
+    return quantise_gated(gate, up, kind, _ROWS).copy()
 
 
 # In both functions, `by_rows` means: the product sums along the last dimension of the stored weight. The result has the

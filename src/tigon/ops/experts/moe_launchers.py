@@ -6,7 +6,7 @@ backward that are gradients of rows, run in FP8.
 Shapes: T tokens, K choices each, E experts, H hidden, I intermediate; S = T K rows.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,8 +111,7 @@ def moe_forward(
 
 
 def _empty_backward(dy: Tensor, saved: SavedExperts, options: ExpertOptions, needs: NeededMoEGradients) -> MoEGradients:
-    h, weights = saved.h, saved.weights
-    assert h is not None
+    h: Any = saved.h
     (experts,), hidden, width = saved.routing.ends.shape, dy.shape[1], h.shape[1]
     inner = width // ACTIVATIONS[options.kind][2]
     up_shape, down_shape = (width, hidden), (hidden, inner)
@@ -122,7 +121,7 @@ def _empty_backward(dy: Tensor, saved: SavedExperts, options: ExpertOptions, nee
         x=dy.new_empty(dy.shape) if needs.x else None,
         up=h.new_empty(experts, *up_shape) if needs.up else None,
         down=h.new_empty(experts, *down_shape) if needs.down else None,
-        weights=torch.empty_like(weights, memory_format=torch.contiguous_format) if needs.weights else None,
+        weights=torch.empty_like(saved.weights, memory_format=torch.contiguous_format) if needs.weights else None,
         up_bias=h.new_empty(experts, width) if needs.up_bias else None,
         down_bias=h.new_empty(experts, hidden) if needs.down_bias else None,
     )
@@ -135,8 +134,8 @@ def moe_backward(
 ) -> MoEGradients:  # fmt: skip
     """Return the gradients that are needed, from dy [T, H] and what the forward saved, with h. With `overwrites_h`, the
     kernel writes the gradient of h into its memory."""
-    x, h, weights, up, down, _, down_bias, routing = saved
-    assert h is not None
+    tensors: Any = saved
+    x, h, weights, up, down, _, down_bias, routing = tensors
     ends, transposed, weight_inputs = routing.ends, options.transposed, options.weight_inputs
     needs_dinputs = needs.x or (weight_inputs and needs.weights)
     needs_dh = needs_dinputs or needs.up or needs.up_bias
@@ -145,21 +144,18 @@ def moe_backward(
     gradient_of_weight = lambda inputs, doutputs: grouped_weight_gradient(
         *((inputs, doutputs) if transposed else (doutputs, inputs)), ends
     )
-    dx = dup = ddown = dweights = dup_bias = ddown_bias = da = dh = wa = rows = None
+    dx = dup = ddown = dweights = dup_bias = ddown_bias = da = dh = wa = None
+    rows: Any = None
 
     needs_dweights = needs.weights and not weight_inputs
     needs_da = needs_dh or needs_dweights
     if copies.in_fp8 and needs_da:
-        assert down is not None
         da = fp8_token_product(dy, None, down, copies.down, routing, by_rows=transposed)  # [S, I]
     if not copies.in_fp8 or needs.down or needs.down_bias:
         rows = spread(dy, routing, h.dtype)  # [S, H]
     if not copies.in_fp8 and needs_da:
-        assert rows is not None
-        assert down is not None
         da = grouped_product(rows, down.mT if transposed else down, ends)  # [S, I]
     if needs.down_bias:
-        assert rows is not None
         ddown_bias = group_sums(rows, ends, output_weights.flatten()[routing.order])
     if not needs.down:
         rows = None
@@ -177,10 +173,8 @@ def moe_backward(
     if dh is not None and needs.up_bias:
         dup_bias = group_sums(dh, ends)
     if dh is not None and needs.up:
-        assert x is not None
         dup = gradient_of_weight(_inputs(x, weights, routing, h.dtype, options), dh)
     if dh is not None and needs_dinputs:
-        assert up is not None
         if copies.in_fp8:
             dinputs = fp8_row_product(quantise_rows(dh), up, copies.up, ends, by_rows=transposed)  # [S, H]
         else:
@@ -188,7 +182,6 @@ def moe_backward(
         if needs.x:
             dx = combine(dinputs, weights if weight_inputs else None, routing, dy.dtype)
         if weight_inputs and needs.weights:
-            assert x is not None
             dweights = dot_products(x, dinputs, weights, routing)
     return MoEGradients(dx, dup, ddown, dweights, dup_bias, ddown_bias)
 

@@ -90,8 +90,7 @@ class _Fp8GLUMLP(Node):
             tensors += [*(gates if saves_gate_weights else (None, None)), down_weight if saves_down_weight else None]
             tensors += [gate, up] if saves_gates else [None, None]
             save_gated(ctx, gate, saves_gates, is_checkpointed, *tensors)
-        a = quantise_gated(gate, up, kind, Layout(options.is_rowwise, True, False)).rows
-        assert a is not None
+        a = quantise_gated(gate, up, kind, Layout(options.is_rowwise, True, False)).copy()
         y = multiply_fp8(a, down_copies.rows_of(0, len(down_weight)), x.dtype, is_fast=True)
         return reshape_without_view(y, (*x.shape[:-1], len(down_weight)))
 

@@ -55,9 +55,7 @@ class _Fp8LinearReference(Node):
 def _factor(x: Tensor, options: Fp8Options) -> Factor:
     """Return a matrix as a factor of a product that sums along its rows."""
     layout = Layout(options.is_rowwise, True, False)
-    factor = quantise_reference(x, layout).factors(layout).rows
-    assert factor is not None
-    return factor
+    return quantise_reference(x, layout).factors(layout).copy()
 
 
 def fp8_linear_reference(
@@ -71,18 +69,13 @@ def fp8_linear_reference(
 
 def quantise_input(x: Tensor, options: Fp8Options, saves_transposed: bool) -> tuple[Factor, Factor | None]:
     """Return the FP8 copy of x [..., H] by rows for the products of forward, and the transposed one if it is saved."""
-    rows, transposed = quantise_tensor(x, Layout(options.is_rowwise, True, saves_transposed))
-    assert rows is not None
-    return rows, transposed
+    copies = quantise_tensor(x, Layout(options.is_rowwise, True, saves_transposed))
+    return copies.copy(), copies.transposed
 
 
-def quantise_again(x: Tensor | None, options: Fp8Options, by_rows: bool) -> Factor:
+def quantise_again(x: Any, options: Fp8Options, by_rows: bool) -> Factor:
     """Return the FP8 copy of the saved x [T, H] by rows, or the transposed one, in backward."""
-    assert x is not None
-    copies = quantise([x], Layout(options.is_rowwise, by_rows, not by_rows))
-    factor = copies.rows if by_rows else copies.transposed
-    assert factor is not None
-    return factor
+    return quantise([x], Layout(options.is_rowwise, by_rows, not by_rows)).copy(by_rows)
 
 
 def in_autocast_dtype(function: Callable) -> Callable:
@@ -161,13 +154,11 @@ class _Fp8Projections(Node):
 
 
 def weight_gradient(
-    dy: Tensor | None, x: Tensor | None, dy_transposed: Factor | None, x_transposed: Factor | None, dtype: torch.dtype
+    dy: Any, x: Any, dy_transposed: Factor | None, x_transposed: Factor | None, dtype: torch.dtype
 ) -> Tensor:
     """Return dW [O, H], in FP8 if there are FP8 factors, and else from dy [T, O] and x [T, H]."""
     if dy_transposed is not None and x_transposed is not None:
         return multiply_fp8(dy_transposed, x_transposed, dtype)
-    assert dy is not None
-    assert x is not None
     return torch.mm(dy.t(), x).to(dtype)
 
 

@@ -62,11 +62,16 @@ class Quantised(NamedTuple):
     rows: Factor | None
     transposed: Factor | None
 
+    def copy(self, by_rows: bool = True) -> Factor:
+        """Return a copy that exists: the one by rows, or the transposed one."""
+        copy = self.rows if by_rows else self.transposed
+        assert copy is not None
+        return copy
+
     def rows_of(self, start: int, stop: int) -> Factor:
         """Return the rows from `start` to `stop`, such as those of one weight, of the copy by rows."""
-        assert self.rows is not None
-        is_whole = start == 0 and stop == self.rows.values.shape[0]
-        return self.rows if is_whole else self.rows.rows(start, stop)
+        rows = self.copy()
+        return rows if start == 0 and stop == rows.values.shape[0] else rows.rows(start, stop)
 
 
 class Copies(NamedTuple):

@@ -130,6 +130,4 @@ def weight_transposed(copies: Quantised | None, weights: Sequence[Tensor], is_ro
     """Return the transposed copy of a group of weights for dX: that of the forward, or a new one."""
     if copies is not None and copies.transposed is not None:
         return copies.transposed
-    transposed = quantise_weights(weights, is_rowwise, False, True).transposed
-    assert transposed is not None
-    return transposed
+    return quantise_weights(weights, is_rowwise, False, True).copy(by_rows=False)
