@@ -216,14 +216,6 @@ def test_changed_experts_keep_their_forward(reason):
     assert reason in recognise_experts(module)
 
 
-def test_an_activation_that_is_exchanged_after_the_patch_is_used():
-    module, inputs = _patched(_experts()), _inputs()
-    module.act_fn = nn.Tanh()
-    stock = _experts()
-    stock.act_fn = nn.Tanh()
-    torch.testing.assert_close(module(*inputs), stock(*inputs))
-
-
 def test_parametrised_weights_give_the_stock_output_and_gradients():
     """A parametrisation, as PEFT adds for experts, gives the module another class and its weights another type."""
 
@@ -256,10 +248,13 @@ def test_every_activation_of_the_op_has_a_flavour():
     assert {flavour[3] for flavour in FLAVOURS.values() if isinstance(flavour[3], str)} == set(ACTIVATIONS)
 
 
-@pytest.mark.parametrize("flavour", ["transposed, biases, interleaved, clamped", "clamped"])
-def test_another_limit_after_the_patch_is_used(flavour):
+LATER = [("silu", "act_fn", nn.Tanh()), *((name, "limit", 0.01) for name in FLAVOURS if "clamped" in name)]
+
+
+@pytest.mark.parametrize(("flavour", "name", "value"), LATER)
+def test_another_activation_or_limit_after_the_patch_is_used(flavour, name, value):
     module, inputs = _patched(_experts(flavour)), _inputs()
-    module.limit = 0.01
+    setattr(module, name, value)
     torch.testing.assert_close(module(*inputs), type(module).forward(module, *inputs))
 
 

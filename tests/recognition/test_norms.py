@@ -51,12 +51,9 @@ def test_the_bits_show_offset_and_rounding_of_a_norm(name):
     weight = None if name == "no weight" else "scale"
     recipe = RMSNormRecipe(1e-5, weight, offset, rounding)
     assert recognise_norm(AnyNorm(compute, weight=weight is not None)) == recipe
-
-
-def test_the_norm_of_torch_is_recognised():
-    recipe = recognise_norm(nn.RMSNorm(48, eps=1e-5))
-    assert isinstance(recipe, RMSNormRecipe)
-    assert recipe.eps == 1e-5
+    of_torch = recognise_norm(nn.RMSNorm(48, eps=1e-5))
+    assert isinstance(of_torch, RMSNormRecipe)
+    assert of_torch.eps == 1e-5
 
 
 def test_a_warning_of_torch_during_a_probe_is_not_shown():
@@ -128,12 +125,6 @@ def test_a_norm_of_each_head_is_no_norm_of_the_whole_width():
         assert torch.equal(norm(x), expected)
 
 
-def test_a_norm_with_a_weight_of_one_element_is_refused():
-    norm = AnyNorm(rms)
-    norm.scale = nn.Parameter(torch.ones(1))
-    assert recognise_norm(norm) == "has a weight of one element"
-
-
 @pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluating"])
 def test_a_norm_that_computes_something_else_in_one_mode_is_refused_in_both(mode):
     class DependsOnMode(AnyNorm):
@@ -197,7 +188,10 @@ def test_a_gated_norm_of_groups_is_recognised_and_the_size_of_a_group_is_watched
         assert torch.equal(norm(x, gate), GroupedNorm.forward(norm, x, gate))
 
 
-def test_a_norm_with_another_gate_is_refused():
+def test_a_norm_with_another_gate_or_a_weight_of_one_element_is_refused():
+    norm = AnyNorm(rms)
+    norm.scale = nn.Parameter(torch.ones(1))
+    assert recognise_norm(norm) == "has a weight of one element"
     norm_then_tanh = lambda x, w, eps, gate: (rms(x, w, eps) * torch.tanh(gate.float())).to(x.dtype)
     assert recognise_norm(GatedNorm(norm_then_tanh)) == DIFFERENT
 

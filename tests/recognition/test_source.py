@@ -107,13 +107,6 @@ def test_a_file_that_was_not_edited_is_used(write, source):
     torch.testing.assert_close(ours(x), stock(x))
 
 
-def test_a_file_that_is_gone_is_reported(write):
-    module, file = write(FILE)
-    file.unlink()
-    (entry,) = (entry for entry in tigon.patch(module.Layer()).left_alone if entry.part == "fused_statements")
-    assert entry.detail == "its forward has no source that can be read"
-
-
 class Wrapping(nn.Module):
     """Wraps the forward of each subclass, as transformers wraps the forward of decoder layers."""
 
@@ -175,6 +168,16 @@ class Hidden(Decorated):
         return residual + self.a(x)
 
 
+def test_a_file_that_is_gone_and_a_decorator_without_functools_wraps_are_reported(write):
+    module, file = write(FILE)
+    file.unlink()
+    for layer, reason in (
+        (module.Layer(), "its forward has no source that can be read"),
+        (Hidden(), "its forward is behind a decorator that does not name the function that it wraps"),
+    ):
+        assert [e.detail for e in tigon.patch(layer).left_alone if e.part == "fused_statements"] == [reason]
+
+
 def count_norms_with_residual(monkeypatch) -> list[int]:
     """Return a list that grows whenever the rewritten statements of a norm and its residual run."""
     calls, stock = [], tigon.recognition.rewriting.fused_statements.norm_with_residual
@@ -218,11 +221,6 @@ def test_another_forward_that_is_set_later_runs(monkeypatch):
     ours.__class__ = type("Other", (Wrapped,), {"forward": lambda self, x: 2 * x})
     assert torch.equal(ours(x), 2 * x)
     assert not calls
-
-
-def test_a_decorator_without_functools_wraps_is_reported():
-    (entry,) = (entry for entry in tigon.patch(Hidden()).left_alone if entry.part == "fused_statements")
-    assert entry.detail == "its forward is behind a decorator that does not name the function that it wraps"
 
 
 # Forwards that do more with the residual of a norm, between its first statement and its last one.

@@ -105,14 +105,11 @@ def test_why_says_why_statements_are_not_replaced():
     assert "replaced: add + norm" in why(Block(Norm()), "fused_statements")
 
 
-def test_why_says_which_modules_were_patched_before():
+def test_why_says_which_modules_were_patched_before_and_refuses_unknown_names():
     model = nn.Sequential(Norm())
     tigon.patch(model)
-    assert "the module was patched before" in tigon.patch(model).why("0")
-
-
-def test_why_refuses_unknown_names():
-    report = tigon.patch(nn.Sequential(Norm()))
+    report = tigon.patch(model)
+    assert "the module was patched before" in report.why("0")
     with pytest.raises(ValueError, match=r"report\.why: Sequential has no module '9'; nearest names: "):
         report.why("9")
 
