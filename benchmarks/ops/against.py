@@ -99,11 +99,9 @@ def _import_copy(folder: Path, namespace: str) -> ModuleType:
 
     try:
         with patch.object(library, "custom_op", custom_op_in_namespace):
-            spec = importlib.util.spec_from_file_location(
+            spec: Any = importlib.util.spec_from_file_location(
                 "tigon", folder / "__init__.py", submodule_search_locations=[str(folder)]
             )
-            assert spec is not None
-            assert spec.loader is not None
             package = sys.modules["tigon"] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(package)
             # Tigon imports an op when its name is first used. The table of modules contains the copy only until then.

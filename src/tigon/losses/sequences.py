@@ -7,7 +7,7 @@ of `mask` or `cu_seqlens` on the host, so all shapes are known without waiting f
 Shapes: N sequences, L tokens of a padded row, T packed tokens.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,10 +125,9 @@ class Sequences:
         return counts if self.rows is None else counts - self.expand(self.lengths.cumsum(0) - self.lengths)
 
 
-def _check_dtype(op: str, name: str, value: object) -> None:
+def _check_dtype(op: str, name: str, value: Any) -> None:
     """Check that log-probabilities are fp32. The error does not name fp64, which only tests of gradients use."""
     checks.tensor(op, **{name: value})
-    assert isinstance(value, Tensor)
     if value.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{op}: {name} must be a float32 tensor, got {value.dtype}")
 
@@ -176,21 +175,19 @@ def chosen_nll(sequences: Sequences, log_probs: Tensor) -> Tensor:
     return -half(sequences.sum(log_probs))[0].sum() / count.clamp(min=1)
 
 
-def check_labels(op: str, name: str, labels: object, sequences: Sequences) -> None:
+def check_labels(op: str, name: str, labels: Any, sequences: Sequences) -> None:
     """Check that `labels` is a bool tensor [N]."""
     checks.boolean(op, **{name: labels})
-    assert isinstance(labels, Tensor)
     checks.shape(op, name, labels, (sequences.count,))
     checks.same(op, "device", mask=sequences.mask, **{name: labels})
 
 
-def check_per_sequence(op: str, name: str, value: object, sequences: Sequences, or_tokens: bool = False) -> bool:
+def check_per_sequence(op: str, name: str, value: Any, sequences: Sequences, or_tokens: bool = False) -> bool:
     """Check that `value` is a floating-point tensor [N], or also tokens; return whether it is [N].
 
     Where there are as many packed tokens as sequences, [N] means one value for each sequence.
     """
     checks.tensor(op, **{name: value})
-    assert isinstance(value, Tensor)
     checks.floating(op, **{name: value})
     shapes = [(sequences.count,), *([tuple(sequences.mask.shape)] if or_tokens else [])]
     if tuple(value.shape) not in shapes:

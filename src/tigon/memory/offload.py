@@ -115,7 +115,7 @@ class OffloadedTensor:
         self.version, self.was_written = t._version, False
         self.device, self.stream = t.device, stream_of(t.device)
         whole = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-        self.device_data: Tensor | None = whole[start:end]
+        self.device_data: Any = whole[start:end]
         # The id of the last backward pass that has unpacked the tensor, and -2 before there is one.
         self.last_backward = -2
 
@@ -126,7 +126,6 @@ class OffloadedTensor:
         return not self.was_written
 
     def copy_out(self) -> None:
-        assert self.device_data is not None
         self.host_data, self.event = _copy_out(self.device_data, self.offloader.pages, self.stream)
 
     def copy_back(self) -> Tensor:
@@ -178,7 +177,6 @@ class OffloadedTensor:
     def _data_for(self, stream: torch.cuda.Stream) -> Tensor:
         """Return the bytes for a node that runs on another stream than the forward pass."""
         if self.alias is not None:
-            assert self.device_data is not None
             self.device_data.record_stream(stream)
             return self.device_data
         # `free_device_data` has made the stream of the forward pass wait for the copy to the host. This stream waits

@@ -9,7 +9,7 @@ log-probabilities of each token, C tokens of a chunk.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,10 +63,9 @@ def _teacher_logits(
 ) -> Callable[[Rows], Tensor]:
     """Return a function from at most `tokens` rows to their logits [C, W] of the teacher, in a buffer that it
     reuses."""
-    hidden, weight, bias, values, indices = teacher
+    tensors: Any = teacher
+    hidden, weight, bias, values, indices = tensors
     if settings.form == "hidden":
-        assert hidden is not None
-        assert weight is not None
         # Under autocast the weight is fp32.
         head = weight.to(hidden.dtype)
         logits = hidden.new_empty(tokens, len(weight), dtype=_logits_dtype(hidden, settings.fp32_logits))
@@ -77,7 +76,6 @@ def _teacher_logits(
             return logits[: len(x)]
 
         return multiply
-    assert values is not None
     if settings.form == "logits":
         return lambda rows: select(values, rows)
     dtype = torch.promote_types(values.dtype, torch.float32)
@@ -86,7 +84,6 @@ def _teacher_logits(
     log_probs = values.new_empty(tokens, vocabulary + SPARE_COLUMNS, dtype=dtype)
 
     def scatter(rows: Rows) -> Tensor:
-        assert indices is not None
         top_k, columns = select(values, rows).to(dtype), select(indices, rows).long()
         is_token = (columns >= 0) & (columns < vocabulary)
         chunk = log_probs[: len(top_k)].fill_(-torch.inf)
@@ -108,11 +105,9 @@ def _logits_dtype(hidden: Tensor, fp32_logits: bool) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32) if fp32_logits else hidden.dtype
 
 
-def _teacher_bytes(teacher: Teacher, form: str, vocabulary: int, fp32_logits: bool) -> int:
+def _teacher_bytes(teacher: Any, form: str, vocabulary: int, fp32_logits: bool) -> int:
     """Return the bytes that the teacher's logits of one token take in buffers of this op."""
     if form == "hidden":
-        assert teacher.weight is not None
-        assert teacher.hidden is not None
         return len(teacher.weight) * _logits_dtype(teacher.hidden, fp32_logits).itemsize
     if form == "logits":
         return 0
@@ -191,8 +186,7 @@ def check_teacher(
         if bias is not None:
             checks.shape(op, "teacher_bias", bias, (len(weight),))
         return Teacher(rows(hidden), weight.detach(), None if bias is None else bias.detach()), "hidden"
-    values = forms[name]
-    assert values is not None
+    values: Any = forms[name]
     checks.floating(op, **{name: values})
     if values.dim() == 0 or values.shape[:-1] != leading or values.shape[-1] == 0:
         size = "K" if indices is not None else "W"
@@ -238,8 +232,7 @@ def checked_options(
         )
     kind = jsd_kind(beta) if options.kind == "jsd" else options.kind
     if kind in ("reverse_kl", "cosine"):
-        tensor = teacher.weight if form == "hidden" else teacher.values
-        assert tensor is not None
+        tensor: Any = teacher.weight if form == "hidden" else teacher.values
         width = len(tensor) if form == "hidden" else tensor.shape[1]
         rule = "is infinite for a teacher that" if kind == "reverse_kl" else "needs the logits of a teacher that"
         if form == "top_k" or width < vocabulary:

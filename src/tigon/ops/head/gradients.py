@@ -12,7 +12,7 @@ into the result:
 Shapes: T tokens, H hidden, V vocabulary (the rows of this rank), C tokens of a chunk, R ranks of all adapters.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -187,9 +187,7 @@ class Addition:
         logits += h' (s_h B)^T,   dB = da^T h' s_h,   dh = da (B / s_b) s_b
     """
 
-    def __init__(self, x: Tensor, low_rank: LowRank, needs: Needs) -> None:
-        assert low_rank.h is not None
-        assert low_rank.b is not None
+    def __init__(self, x: Tensor, low_rank: Any, needs: Needs) -> None:
         self.factors, self.rank, self.needs = low_rank, low_rank.b.shape[1], needs
         h, b = low_rank.h, low_rank.b
         b_of_dh, self.h_scale, self.b_scale = b, None, None
@@ -225,8 +223,6 @@ class Addition:
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """Return dh and dB in the dtypes of h and B. A gradient that is not needed is None."""
         h, b = self.factors
-        assert h is not None
-        assert b is not None
         dh = None if self.dh is None else self.dh.to(h.dtype)
         return dh, None if self.db is None else self._sum(self.db, self.h_scale).to(b.dtype)
 

@@ -28,7 +28,7 @@ Shapes: M tokens, V vocabulary of the student, W columns of the teacher.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -294,7 +294,7 @@ class DivergenceResults(NamedTuple):
 def _divergence(
     x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, options: DivergenceOptions,
     dloss: Tensor | None, with_dx: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Any, Any]:  # fmt: skip
     """Return the loss and, with `with_dx`, its gradient for the upstream gradient `dloss`, or for ones."""
     if not options.from_logits:
         return divergence(
@@ -323,7 +323,6 @@ def divergence_forward(
     """Return the loss of students and teachers [M, V] with labels [M], and with `needs_dx` its gradient. The first
     element of `inverse_count` [3] is 1 / valid rows, a factor of the loss. None means 1."""
     loss, dx = _divergence(x, y, labels, inverse_count, options, None, needs_dx)
-    assert loss is not None
     return DivergenceResults(loss, dx)
 
 
@@ -334,5 +333,4 @@ def divergence_backward(
 ) -> Tensor:  # fmt: skip
     """Return dx [M, V] for dloss []."""
     dx = _divergence(x, y, labels, inverse_count, options, dloss, True)[1]
-    assert dx is not None
     return dx

@@ -4,12 +4,12 @@ The code saves memory: a block of logits needs at most two more blocks of its si
 caller allows it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.ops.logits.token.types import Options, SavedStatistics, Shard, Statistics, Upstream, Wants
+from tigon.ops.logits.token.types import Options, SavedStatistics, Shard, Statistics, Wants
 
 # This number replaces -inf where a logit is multiplied by its exponential, so that the product is zero.
 LOWEST = -1e4
@@ -63,16 +63,16 @@ def _target_weight_torch(target: Tensor, weight: Tensor | None, v: int, options:
 
 
 class Sums(NamedTuple):
-    """Sums over the exponentials of each row, relative to its largest logit."""
+    """Sums over the exponentials of each row, relative to its largest logit. Sums that are not needed are None."""
 
     top: Tensor  # [M]: max x, or 0 if all logits are -inf
     total: Tensor  # [M]: sum exp(x - top)
     x_t: Tensor  # [M]: x_t - top
-    weighted: Tensor | None  # [M]: sum w (x - top), for label smoothing
-    moment: Tensor | None  # [M]: sum exp(x - top) (x - top), for the entropy
-    argmax: Tensor | None  # [M] int64: argmax, for predictions
-    squares: Tensor | None = None  # [M]: sum exp(x - top)^2, for the sum of squared probabilities
-    extra_x: Tensor | None = None  # [M, K]: x_k - top of the extra targets
+    weighted: Any  # [M]: sum w (x - top), for label smoothing
+    moment: Any  # [M]: sum exp(x - top) (x - top), for the entropy
+    argmax: Any  # [M] int64: argmax, for predictions
+    squares: Any = None  # [M]: sum exp(x - top)^2, for the sum of squared probabilities
+    extra_x: Any = None  # [M, K]: x_k - top of the extra targets
 
 
 def extra_logits_torch(logits: Tensor, columns: Tensor, options: Options) -> Tensor:
@@ -110,7 +110,6 @@ def statistics_of(
     lse, log_p = sums.top + log_total, sums.x_t - log_total
     loss = (1.0 - smoothing) * _target_weight_torch(target, weight, v, options) * -log_p
     if smoothing:
-        assert sums.weighted is not None
         loss = loss + smoothing / v * (scales[2] * log_total - sums.weighted)
     z = (scales[1] * options.z_loss) * lse.square()
     loss = scales[0] * loss + z
@@ -123,20 +122,15 @@ def statistics_of(
     valid_only = lambda values: values.where(valid, 0.0)
     entropy, predicted = no_values(), no_values(torch.int64)
     if wants.entropy:
-        assert sums.moment is not None
         entropy = valid_only(log_total - sums.moment / sums.total)
     if wants.predicted:
-        assert sums.argmax is not None
         predicted = sums.argmax.masked_fill(~valid, -1)
     mean_logits = log_sum_sq_probs = extra_log_probs = None
     if wants.mean_logits:
-        assert sums.weighted is not None
         mean_logits = valid_only(sums.top + sums.weighted / v)
     if wants.sum_sq_probs:
-        assert sums.squares is not None
         log_sum_sq_probs = valid_only(sums.squares.log() - 2.0 * log_total)
     if extra_targets is not None:
-        assert sums.extra_x is not None
         extra_log_probs = (sums.extra_x - log_total[:, None]) + _extra_mask(extra_targets, v, options)
         extra_log_probs = extra_log_probs.where(valid[:, None] & (extra_targets != options.ignore_index), 0.0)
     return Statistics(
@@ -163,13 +157,11 @@ def statistics_torch(
 
 
 def gradient_torch(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, saved: Statistics | SavedStatistics,
-    upstream: Upstream, options: Options, *, out: Tensor, shard: Shard, extra_targets: Tensor | None = None,
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, saved: Any, upstream: Any,
+    options: Options, *, out: Tensor, shard: Shard, extra_targets: Any = None,
 ) -> Tensor:  # fmt: skip
-    assert saved.lse is not None
     x, top = _transform_torch(logits, options), saved.lse[:, 0, None]
-    shifted: Tensor | None = x - top if x is logits and out is not logits else x.sub_(top)
-    assert shifted is not None
+    shifted: Any = x - top if x is logits and out is not logits else x.sub_(top)
     if isinstance(saved, SavedStatistics) and saved.argmax is not None:
         local = saved.argmax - shard.start
         columns = local.clamp(0, logits.shape[1] - 1)[:, None]
@@ -183,7 +175,6 @@ def gradient_torch(
     total = saved.lse[:, 1]
     scale, z_scale = (x if upstream.loss is None else upstream.loss * x for x in scales[:2])
     if options.token_scaling:
-        assert saved.log_probs is not None
         p_t = saved.log_probs.exp()
         scale, z_scale = scale * p_t, z_scale * p_t
     target_factor = scale * (1.0 - smoothing) * _target_weight_torch(target, weight, shard.vocabulary, options)
@@ -194,7 +185,6 @@ def gradient_torch(
         mass = mass + scale * smoothing / shard.vocabulary * scales[2]
     dextra = None
     if upstream.extra_log_probs is not None:
-        assert extra_targets is not None
         dextra = upstream.extra_log_probs + _extra_mask(extra_targets, shard.vocabulary, options)
         dextra = dextra.masked_fill(extra_targets == options.ignore_index, 0.0)
         mass = mass - dextra.sum(-1)
@@ -202,8 +192,6 @@ def gradient_torch(
     if shifted is None:
         dx = e.mul_(mass)
     else:
-        assert upstream.entropy is not None
-        assert saved.entropy is not None
         # This is the mean of x - top.
         mean = total.log() - saved.entropy
         dx = shifted.clamp_(min=LOWEST).sub_(mean[:, None]).mul_((-upstream.entropy / total)[:, None]).add_(mass)
@@ -212,7 +200,6 @@ def gradient_torch(
     target_factor = target_factor.where((local >= 0) & (local < v), 0.0)
     dx.scatter_add_(1, local.clamp(0, v - 1).long()[:, None], -target_factor[:, None])
     if dextra is not None:
-        assert extra_targets is not None
         local = extra_targets - shard.start
         dx.scatter_add_(1, local.clamp(0, v - 1).long(), dextra.where((local >= 0) & (local < v), 0.0))
     if smoothing:
