@@ -19,6 +19,7 @@ FAMILIES = {
     ("fp8", "mlps"): "a gated MLP in FP8 has the activations of an MLP",
     ("experts", "fp8"): "the products of experts may run in FP8",
     ("experts", "mlps"): "an expert is an MLP and has the same activations",
+    ("mixers", "mlps"): "the gate of the state space dual is that of an MLP",
     ("mixers", "norms"): "the partial gradients of parameters are summed as those of norms",
     ("rotary", "norms"): "qk_norm_rope is a norm and a rotation in one kernel",
     ("adapters", "experts"): "experts with adapters are experts, with the same routing, products and activations",

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from tigon.ops.mixers.causal_conv1d import causal_conv1d
     from tigon.ops.mixers.gated_delta_rule import gated_delta_rule
     from tigon.ops.mixers.kda import kda
+    from tigon.ops.mixers.ssd import ssd
     from tigon.ops.mlps.activations import gelu, relu2
     from tigon.ops.mlps.glu import geglu, swiglu
     from tigon.ops.mlps.glu_mlp import GEGLUMLP, SwiGLUMLP, glu_mlp
@@ -107,6 +108,7 @@ _NAMES_BY_MODULE = {
     "tigon.ops.mixers.causal_conv1d": ("causal_conv1d",),
     "tigon.ops.mixers.gated_delta_rule": ("gated_delta_rule",),
     "tigon.ops.mixers.kda": ("kda",),
+    "tigon.ops.mixers.ssd": ("ssd",),
     "tigon.ops.mlps.activations": ("gelu", "relu2"),
     "tigon.ops.mlps.glu": ("geglu", "swiglu"),
     "tigon.ops.mlps.glu_mlp": ("GEGLUMLP", "SwiGLUMLP", "glu_mlp"),
@@ -188,6 +190,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "softmax",
+    "ssd",
     "step_in_backward",
     "swiglu",
     "tvd",

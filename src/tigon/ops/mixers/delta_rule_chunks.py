@@ -36,14 +36,12 @@ Shapes: B batch, T tokens, Hk heads of q and k, R heads of v for each of them, C
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.ops.mixers.chunks import Chunks, chunks_of, samples_of
 from tigon.ops.mixers.delta_rule_pairs import FeaturePairs, TokenPairs, sum_after, sum_before, sum_from
 from tigon.runtime.autograd import without_autocast
-from tigon.runtime.device import cdiv
 
-CHUNK = 64
 # The number that is added to the sum of squares of a row of q or k.
 NORM_EPS = 1e-6
 
@@ -83,14 +81,12 @@ class DeltaGradients(NamedTuple):
 
 def count_samples(inputs: DeltaInputs) -> int:
     """Return how many sequences have a state of their own: the batch, or the packed samples."""
-    return inputs.q.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
+    return samples_of(inputs.q, inputs.cu_seqlens)
 
 
 def count_chunks(inputs: DeltaInputs) -> int:
     """Return the number of chunks of each sequence, or the largest possible number of chunks of all packed samples."""
-    tokens = inputs.q.shape[1]
-    is_packed = inputs.cu_seqlens is not None and tokens > 0
-    return tokens // CHUNK + count_samples(inputs) if is_packed else cdiv(tokens, CHUNK)
+    return chunks_of(inputs.q, inputs.cu_seqlens)
 
 
 def state_dtype(inputs: DeltaInputs) -> torch.dtype:
@@ -99,66 +95,9 @@ def state_dtype(inputs: DeltaInputs) -> torch.dtype:
     return torch.float64 if is_wide else torch.float32
 
 
-# --- chunks of tokens ----------------------------------------------------------------------------
-
-
-class _Chunks:
-    """The chunks of a batch of sequences, or of packed samples. Each chunk starts at the start of its sample or later.
-
-    Without `cu_seqlens`, the sequences of the batch have their chunks in parallel. With it, `sample` is the sample of
-    each chunk on the device, or N for a chunk that does not exist. Nothing waits for the device. If the bounds are
-    malformed, sample 0 has all tokens, and `poison`, which is added to all states, is NaN, not 0.
-    """
-
-    def __init__(self, inputs: DeltaInputs) -> None:
-        self.count, self.groups = count_chunks(inputs), inputs.v.shape[2] // inputs.q.shape[2]
-        self.dtype, self.tokens = state_dtype(inputs), inputs.q.shape[1]
-        self.sample: Tensor | None = None
-        if inputs.cu_seqlens is None:
-            return
-        bounds = inputs.cu_seqlens.long()
-        is_valid = (bounds[0] == 0) & (bounds[-1] == self.tokens) & (bounds.diff() >= 0).all()
-        bounds = torch.where(is_valid, bounds, F.pad(torch.full_like(bounds[1:], self.tokens), (1, 0)))
-        self.poison = torch.where(is_valid, 0.0, torch.nan)
-        ends = (bounds.diff() + CHUNK - 1).div(CHUNK, rounding_mode="floor").cumsum(0)
-        starts = F.pad(ends, (1, 0))
-        index = torch.arange(self.count, device=bounds.device)
-        self.sample = torch.searchsorted(ends, index, right=True)
-        sample = self.sample.clamp(max=ends.shape[0] - 1)
-        self.place = index - starts[sample]
-        rows = (bounds[sample] + CHUNK * self.place)[:, None] + torch.arange(CHUNK, device=bounds.device)
-        is_token = (rows < bounds[sample + 1][:, None]) & (self.sample < ends.shape[0])[:, None]
-        # Row T is no token.
-        self.rows = torch.where(is_token, rows, self.tokens)
-
-    def load(self, x: Tensor, chunk: int, is_per_key: bool = False) -> Tensor:
-        """Return one chunk of x [B, T, H, ...] as [B, Hk, R, C, ...], where R is 1 if H is Hk. Other rows are zeros."""
-        if self.sample is None:
-            x = x[:, chunk * CHUNK : (chunk + 1) * CHUNK]
-        else:
-            rows = self.rows[chunk]
-            is_token = (rows < self.tokens).view(1, -1, *[1] * (x.dim() - 2))
-            x = x.index_select(1, rows.clamp(max=self.tokens - 1)).masked_fill(~is_token, 0)
-        x = x.to(self.dtype).unflatten(2, (-1, 1 if is_per_key else self.groups)).movedim(1, 3)
-        missing = CHUNK - x.shape[3]
-        # One layout, because the order of a sum depends on it, and packed samples equal separate ones bit for bit.
-        return F.pad(x, (0, 0) * (x.dim() - 4) + (0, missing)) if missing else x.contiguous()
-
-    def store(self, part: Tensor, x: Tensor, chunk: int) -> None:
-        """Write one chunk [B, Hk, R, C, ...] to x [B, T + 1, H, ...], whose last row takes the rows without a token."""
-        part = part.movedim(3, 1).flatten(2, 3).to(x.dtype)
-        if self.sample is None:
-            start, end = chunk * CHUNK, min((chunk + 1) * CHUNK, self.tokens)
-            x[:, start:end] = part[:, : end - start]
-        else:
-            x.index_copy_(1, self.rows[chunk], part)
-
-    def enter(self, state: Tensor, initial_states: Tensor, chunk: int) -> Tensor:
-        """Return the state before a chunk: that of the chunk before it, or the initial one of its sample."""
-        if self.sample is None:
-            return state
-        first = initial_states.index_select(0, self.sample[chunk : chunk + 1])
-        return torch.where(self.place[chunk] == 0, first, state)
+def _chunks_of_inputs(inputs: DeltaInputs) -> Chunks:
+    groups = inputs.v.shape[2] // inputs.q.shape[2]
+    return Chunks(inputs.q.shape[1], groups, state_dtype(inputs), count_chunks(inputs), inputs.cu_seqlens)
 
 
 def _split_heads(state: Tensor, groups: int) -> Tensor:
@@ -166,7 +105,7 @@ def _split_heads(state: Tensor, groups: int) -> Tensor:
     return state.unflatten(1, (-1, groups))
 
 
-def _initial_states(inputs: DeltaInputs, chunks: _Chunks) -> Tensor:
+def _initial_states(inputs: DeltaInputs, chunks: Chunks) -> Tensor:
     """Return the states [N, Hk, R, Dk, Dv] before the first tokens, and of one more sample if samples are packed."""
     n, heads = count_samples(inputs), inputs.v.shape[2]
     shape = n, heads, inputs.k.shape[3], inputs.v.shape[3]
@@ -209,7 +148,7 @@ def _norm_factor(x: Tensor) -> Tensor:
     return torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
 
 
-def _load_chunk(inputs: DeltaInputs, options: DeltaOptions, chunks: _Chunks, index: int) -> _Chunk:
+def _load_chunk(inputs: DeltaInputs, options: DeltaOptions, chunks: Chunks, index: int) -> _Chunk:
     q, k = (chunks.load(x, index, is_per_key=True) for x in (inputs.q, inputs.k))
     if options.normalises:
         q, k = q * _norm_factor(q), k * _norm_factor(k)
@@ -259,7 +198,7 @@ def _norm_gradient(dx_hat: Tensor, x: Tensor) -> Tensor:
 @without_autocast
 def chunked_forward(inputs: DeltaInputs, options: DeltaOptions) -> tuple[Tensor, Tensor | None]:
     """Return o [B, T, H, Dv] in the dtype of v, and the last state [B or N, H, Dk, Dv] in fp32 or None."""
-    chunks = _Chunks(inputs)
+    chunks = _chunks_of_inputs(inputs)
     initial_states = _initial_states(inputs, chunks)
     v = inputs.v
     o = v.new_empty(v.shape[0], v.shape[1] + 1, *v.shape[2:])
@@ -279,7 +218,7 @@ def chunked_forward(inputs: DeltaInputs, options: DeltaOptions) -> tuple[Tensor,
     return o[:, :-1].contiguous(), last_states[: count_samples(inputs)].flatten(1, 2).contiguous()
 
 
-def _states_before_chunks(inputs: DeltaInputs, options: DeltaOptions, chunks: _Chunks) -> list[Tensor]:
+def _states_before_chunks(inputs: DeltaInputs, options: DeltaOptions, chunks: Chunks) -> list[Tensor]:
     initial_states = _initial_states(inputs, chunks)
     state = initial_states if chunks.sample is None else initial_states[:1]
     states = []
@@ -295,7 +234,7 @@ def chunked_backward(
     do: Tensor, dlast_state: Tensor | None, inputs: DeltaInputs, options: DeltaOptions
 ) -> DeltaGradients:
     """Return all gradients, each in the dtype of its tensor."""
-    chunks = _Chunks(inputs)
+    chunks = _chunks_of_inputs(inputs)
     states = _states_before_chunks(inputs, options, chunks)
     samples = count_samples(inputs)
     dstates = torch.zeros_like(_initial_states(inputs, chunks))

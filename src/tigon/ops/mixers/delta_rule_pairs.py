@@ -32,15 +32,20 @@ def sum_after(x: Tensor) -> Tensor:
     return sum_from(F.pad(x[..., 1:, :], (0, 0, 0, 1)))
 
 
+def decays_between(g: Tensor) -> Tensor:
+    """Return exp(G_i - G_j) for i >= j, else 0, as [..., C, C] for g [..., C, 1]."""
+    size = g.shape[-2]
+    is_later = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
+    between = g.expand(*g.shape[:-1], size).tril(-1).cumsum(-2)
+    return between.masked_fill(is_later, -torch.inf).exp()
+
+
 class TokenPairs:
     """The pairs of a chunk in which a token decays all features alike."""
 
     def __init__(self, q: Tensor, k: Tensor, g: Tensor) -> None:  # [B, Hk, 1, C, Dk], same, [B, Hk, R, C, 1]
         self.q, self.k = q, k
-        size = g.shape[-2]
-        is_later = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
-        between = g.expand(*g.shape[:-1], size).tril(-1).cumsum(-2)
-        self.decays = between.masked_fill(is_later, -torch.inf).exp()  # [B, Hk, R, C, C]
+        self.decays = decays_between(g)  # [B, Hk, R, C, C]
         self.keys = (k @ k.mT * self.decays).tril(-1)
         self.queries = q @ k.mT * self.decays
 

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.ops.mixers.chunks import CHUNK
 from tigon.ops.mixers.delta_rule_chunks import (
-    CHUNK,
     DeltaGradients,
     DeltaInputs,
     DeltaOptions,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.ops.mixers.chunks import check_bounds
 from tigon.ops.mixers.delta_rule_chunks import (
     NORM_EPS,
     DeltaInputs,
@@ -128,18 +129,6 @@ def _refuse_growth(op: str, g: Tensor) -> None:
         raise ValueError(f"{op}: g must not be above 0, because a state must not grow, got {g.max().item():g}")
 
 
-def _check_bounds(op: str, bounds: Tensor, tokens: int) -> None:
-    """Check the bounds of packed samples; their values only on the CPU, because reading others would wait."""
-    checks.integer(op, cu_seqlens=bounds)
-    if bounds.dim() != 1 or bounds.shape[0] < 2:
-        raise ValueError(f"{op}: cu_seqlens must have shape (N + 1,) with N > 0, got {tuple(bounds.shape)}")
-    if type(bounds) not in PLAIN or bounds.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    first, last = int(bounds[0]), int(bounds[-1])
-    if first != 0 or last != tokens or bool((bounds.diff() < 0).any()):
-        raise ValueError(f"{op}: cu_seqlens must ascend from 0 to T = {tokens}, got {bounds[:9].tolist()}")
-
-
 def _check(op: str, inputs: DeltaInputs, has_feature_decay: bool) -> None:
     q, k, v, g, beta, initial_state, cu_seqlens = inputs
     checks.tensor(op, q=q, k=k, v=v, g=g, beta=beta)
@@ -157,7 +146,7 @@ def _check(op: str, inputs: DeltaInputs, has_feature_decay: bool) -> None:
     checks.same(op, "dtype", q=q, k=k, v=v)
     checks.same(op, "device", **{name: x for name, x in inputs._asdict().items() if isinstance(x, Tensor)})
     if cu_seqlens is not None:
-        _check_bounds(op, cu_seqlens, q.shape[1])
+        check_bounds(op, cu_seqlens, q.shape[1])
         if q.shape[0] != 1:
             raise ValueError(f"{op}: packed samples must be one sequence, B = 1, got B = {q.shape[0]}")
     if initial_state is not None:

@@ -1,0 +1,162 @@
+"""The state space dual in chunks against the recurrence token by token in fp64, and against transformers' code."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+import tigon
+from op_cases import DEVICE, assert_refused
+from tigon.ops.mixers.ssd import ssd_reference
+from tigon.ops.mixers.ssd_chunks import SSDInputs, SSDOptions, chunked_backward, chunked_forward
+
+OPTIONS = {"dt_softplus": True, "return_final_states": True}
+# The groups of B and C, and the heads of x.
+HEADS = {"one head": (1, 1), "groups of 2": (2, 4), "groups of 4": (1, 4)}
+
+
+def make_inputs(
+    *, batch: int = 1, tokens: int = 70, heads: tuple[int, int] = (1, 2), sizes: tuple[int, int] = (8, 16),
+    samples: int | None = None, has_wide_d: bool = False, dtype: torch.dtype = torch.float32,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return the tensors of a layer by name, with states before the first tokens."""
+    generator = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(shape, generator=generator)
+    (groups, count), (size, state_size) = heads, sizes
+    tensors = {
+        "x": normal(batch, tokens, count, size),
+        "dt": normal(batch, tokens, count),
+        "A": -normal(count).exp(),
+        "B": normal(batch, tokens, groups, state_size),
+        "C": normal(batch, tokens, groups, state_size),
+        "D": normal(count, size) if has_wide_d else normal(count),
+        "z": normal(batch, tokens, count, size),
+        "dt_bias": normal(count) - 1,
+        "initial_states": normal(samples or batch, count, size, state_size),
+    }
+    return {name: x.to(DEVICE, dtype).requires_grad_() for name, x in tensors.items()}
+
+
+def results_of(function, inputs, **options) -> dict[str, Tensor]:
+    """Return y, the last states and all gradients by name. A gradient flows into both outputs."""
+    y, states = function(**inputs, **OPTIONS | options)
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(x.shape, generator=generator).to(x) for x in (y, states)]
+    gradients = torch.autograd.grad([y, states], list(inputs.values()), upstream)
+    return {"y": y, "states": states} | dict(zip(inputs, gradients, strict=True))
+
+
+# Chunks have 64 tokens: none, part of one, exactly one, and tails of one and of two tokens.
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.no_interpreter("torch computes the op.")
+def test_chunks_compute_the_recurrence(tokens, heads):
+    inputs = make_inputs(batch=2, tokens=tokens, heads=heads, has_wide_d=tokens == 65, dtype=torch.float64)
+    for options in ({}, {"dt_limit": (0.1, 0.5)}, {"dt_softplus": False}):
+        actual, expected = (results_of(f, inputs, **options) for f in (tigon.ssd, ssd_reference))
+        for name, x in actual.items():
+            torch.testing.assert_close(x, expected[name], rtol=1e-9, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.no_interpreter("torch computes the op.")
+def test_chunks_compute_what_transformers_computes():
+    module = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
+    if not hasattr(module, "mamba2_chunk_scan"):
+        pytest.skip("this version of transformers has no function of the scan")
+    inputs = {name: x.detach() for name, x in make_inputs(tokens=130, heads=(2, 4)).items() if name != "z"}
+    stock = getattr(module.mamba2_chunk_scan, "__wrapped__", module.mamba2_chunk_scan)
+    expected, actual = (f(**inputs, chunk_size=32, **OPTIONS) for f in (stock, tigon.ssd))
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rate", [-200.0, -8.0, 0.0])
+@pytest.mark.no_interpreter("torch computes the op.")
+def test_the_gradient_of_a_strong_decay_has_its_digits(rate):
+    inputs = make_inputs(tokens=130)
+    inputs["A"] = torch.full_like(inputs["A"], rate).requires_grad_()
+    wide = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+    actual, exact = results_of(tigon.ssd, inputs), results_of(ssd_reference, wide)
+    for name, x in actual.items():
+        error, size = (y.square().mean().sqrt().item() for y in (x - exact[name], exact[name]))
+        assert error <= 1e-5 * size, (name, error, size)
+
+
+# Samples that end in, at and after the end of a chunk, and one that is empty.
+BOUNDS = (0, 5, 69, 69, 133, 150)
+PARAMETERS = ("A", "D", "dt_bias")
+
+
+@pytest.mark.no_interpreter("torch computes the op.")
+def test_packed_samples_equal_separate_ones_bit_for_bit():
+    count = len(BOUNDS) - 1
+    inputs = make_inputs(tokens=BOUNDS[-1], samples=count)
+    dy, dstates = torch.randn_like(inputs["x"]), torch.randn_like(inputs["initial_states"])
+
+    def run(tensors, dy, dstates, **more):
+        outputs = tigon.ssd(**tensors, **OPTIONS, **more)
+        names = [name for name in tensors if name not in PARAMETERS]
+        return [*outputs, *torch.autograd.grad(outputs, [tensors[name] for name in names], [dy, dstates])]
+
+    packed = run(inputs, dy, dstates, cu_seqlens=torch.tensor(BOUNDS, device=DEVICE, dtype=torch.int32))
+    for i, (start, end) in enumerate(itertools.pairwise(BOUNDS)):
+        part = lambda x, i=i, start=start, end=end: x[i : i + 1] if x.shape[0] == count else x[:, start:end]
+        sample = {n: x if n in PARAMETERS else part(x).detach().requires_grad_() for n, x in inputs.items()}
+        for a, b in zip(packed, run(sample, part(dy), dstates[i : i + 1]), strict=True):
+            assert torch.equal(part(a), b)
+
+
+@pytest.mark.parametrize("bounds", [(0, 5), (3, 70), (0, 50, 20, 70), (-9, 70), (0, 71)], ids=str)
+@pytest.mark.no_interpreter("torch computes the op.")
+def test_malformed_bounds_make_all_results_nan(bounds):
+    """Nothing reads the bounds of packed samples on a GPU before a launch, so they may be wrong there."""
+    tensors = {n: x.detach() for n, x in make_inputs(samples=len(bounds) - 1).items() if n != "z"}
+    inputs = SSDInputs(**tensors, cu_seqlens=torch.tensor(bounds, device=DEVICE))
+    options = SSDOptions(True, 0.0, torch.inf, True)
+    results = (
+        *chunked_forward(inputs, options),
+        *chunked_backward(torch.ones_like(inputs.x), torch.ones_like(inputs.initial_states), inputs, options),
+    )
+    for x in results:
+        assert x.isnan().all()
+
+
+@pytest.mark.no_interpreter("torch computes the op.")
+def test_the_states_of_two_calls_join_them():
+    inputs = {name: x.detach() for name, x in make_inputs(tokens=128).items()}
+    y, states = tigon.ssd(**inputs, **OPTIONS)
+    with_tokens = ("x", "dt", "B", "C", "z")
+    halves = [{n: x[:, s] if n in with_tokens else x for n, x in inputs.items()} for s in
+              (slice(0, 64), slice(64, 128))]  # fmt: skip
+    first, middle = tigon.ssd(**halves[0], **OPTIONS)
+    second, last = tigon.ssd(**halves[1] | {"initial_states": middle}, **OPTIONS)
+    torch.testing.assert_close(torch.cat((first, second), 1), y)
+    torch.testing.assert_close(last, states)
+
+
+def test_bad_arguments_are_refused():
+    inputs = {name: x.detach() for name, x in make_inputs(batch=2, tokens=6, heads=(2, 4)).items()}
+    x, dt, A, B = (inputs[name] for name in ("x", "dt", "A", "B"))
+    bounds = functools.partial(torch.tensor, device=DEVICE)
+    changes = {
+        "the 3 groups of B and C must divide the heads of x, got 4": dict.fromkeys("BC", B[:, :, [0, 0, 1]]),
+        r"x must have shape \(B, T, H, P\)": {"x": x[0]},
+        r"dt must have shape \(2, 6, 4\)": {"dt": dt[:, :5]},
+        r"A must have shape \(4,\)": {"A": A[:3]},
+        r"C must have shape \(2, 6, 2, 16\)": {"C": B[:, :5]},
+        r"D must have shape \(4,\)": {"D": A[:3]},
+        r"dt_bias must have shape \(4,\)": {"dt_bias": A[:3]},
+        r"initial_states must have shape \(2, 4, 8, 16\)": {"initial_states": inputs["initial_states"][:1]},
+        "x and B and C and z must have the same dtype": {"x": x.half()},
+        "dt must be a float32": {"dt": dt.long()},
+        "dt_softplus must be a bool": {"dt_softplus": 1},
+        "dt_limit must be two numbers": {"dt_limit": 1.0},
+        r"dt_limit\[0\] must be finite and not negative": {"dt_limit": (-1.0, 1.0)},
+        "dt_limit must ascend": {"dt_limit": (2.0, 1.0)},
+        "chunk_size must be positive": {"chunk_size": 0},
+        "packed samples must be one sequence, B = 1, got B = 2": {"cu_seqlens": bounds([0, 6])},
+    }
+    on_cpu = {"A must not be above 0, because a state must not grow": {"A": A.abs()}}
+    assert_refused(tigon.ssd, inputs, changes | (on_cpu if DEVICE == "cpu" else {}))
