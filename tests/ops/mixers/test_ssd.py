@@ -67,7 +67,10 @@ def test_chunks_compute_what_transformers_computes():
         pytest.skip("this version of transformers has no function of the scan")
     inputs = {name: x.detach() for name, x in make_inputs(tokens=130, heads=(2, 4)).items() if name != "z"}
     stock = getattr(module.mamba2_chunk_scan, "__wrapped__", module.mamba2_chunk_scan)
-    expected, actual = (f(**inputs, chunk_size=32, **OPTIONS) for f in (stock, tigon.ssd))
+    expected, actual = (
+        f(inputs["x"], **{name: x for name, x in inputs.items() if name != "x"}, chunk_size=32, **OPTIONS)
+        for f in (stock, tigon.ssd)
+    )
     for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
@@ -93,6 +96,8 @@ PARAMETERS = ("A", "D", "dt_bias")
 def test_packed_samples_equal_separate_ones_bit_for_bit():
     count = len(BOUNDS) - 1
     inputs = make_inputs(tokens=BOUNDS[-1], samples=count)
+    # The bits of torch's SiLU on a CPU depend on the place of an element in its tensor.
+    del inputs["z"]
     dy, dstates = torch.randn_like(inputs["x"]), torch.randn_like(inputs["initial_states"])
 
     def run(tensors, dy, dstates, **more):

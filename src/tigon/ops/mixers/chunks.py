@@ -1,4 +1,4 @@
-"""The chunks of 64 tokens in which linear recurrences are computed in torch, and the packed samples that they belong to.
+"""The chunks of 64 tokens in which torch computes linear recurrences, and the packed samples of the chunks.
 
 Shapes: B batch, T tokens, H heads, C = 64 tokens of a chunk, N samples. A group is the heads of H that share a head of
 another tensor, such as the heads of v that share a head of k.
@@ -71,7 +71,7 @@ class Chunks:
         return F.pad(x, (0, 0) * (x.dim() - 4) + (0, missing)) if missing else x.contiguous()
 
     def store(self, part: Tensor, x: Tensor, chunk: int) -> None:
-        """Write one chunk [B, H / R, R, C, ...] to x [B, T + 1, H, ...], whose last row takes the rows without a token."""
+        """Write one chunk [B, H / R, R, C, ...] to x [B, T + 1, H, ...], whose last row takes rows without a token."""
         part = part.movedim(3, 1).flatten(2, 3).to(x.dtype)
         if self.sample is None:
             start, end = chunk * CHUNK, min((chunk + 1) * CHUNK, self.tokens)

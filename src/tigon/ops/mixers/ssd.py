@@ -61,7 +61,8 @@ def ssd_reference(
     _refuse_growth(A)
     inputs = SSDInputs(x, dt, A, B, C, D, dt_bias, initial_states, cu_seqlens)
     dtype, groups = state_dtype(inputs), x.shape[2] // B.shape[2]
-    steps = compute_steps(inputs, SSDOptions(dt_softplus, *dt_limit, return_final_states))
+    bias = None if dt_bias is None else dt_bias.to(dtype)
+    steps = compute_steps(dt.to(dtype), bias, SSDOptions(dt_softplus, *dt_limit, return_final_states))
     shape = samples_of(x, cu_seqlens), *x.shape[2:], B.shape[3]
     states = x.new_zeros(shape, dtype=dtype) if initial_states is None else initial_states.to(dtype)
     bounds = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
@@ -197,8 +198,8 @@ def ssd(
             stands for zeros.
         return_final_states: True to return the states after the last tokens too.
         cu_seqlens: [M + 1], int64 | int32, ascending from 0 to T: the bounds of M packed samples. B must be 1. Outputs
-            and gradients of tensors with tokens are those of separate calls, bit for bit. The values are checked on the
-            CPU only; on a GPU, all results are NaN if they do not ascend from 0 to T.
+            and gradients of tensors with tokens are those of separate calls, without z bit for bit. The values are
+            checked on the CPU only; on a GPU, all results are NaN if they do not ascend from 0 to T.
 
     Returns:
         y [B, T, H, P] in `x.dtype`, or y and the states after the last tokens, [B or M, H, P, N] in fp32.

@@ -85,21 +85,17 @@ def state_dtype(inputs: SSDInputs) -> torch.dtype:
     return torch.float64 if is_wide else torch.float32
 
 
-def compute_steps(inputs: SSDInputs, options: SSDOptions) -> Tensor:
-    """Return s [B, T, H]."""
-    dtype = state_dtype(inputs)
-    steps = inputs.dt.to(dtype)
-    if inputs.dt_bias is not None:
-        steps = steps + inputs.dt_bias.to(dtype)
-    if options.applies_softplus:
-        steps = F.softplus(steps)
+def compute_steps(dt: Tensor, bias: Tensor | None, options: SSDOptions) -> Tensor:
+    """Return s, for dt and a bias that are broadcast to each other."""
+    steps = dt if bias is None else dt + bias
+    steps = F.softplus(steps) if options.applies_softplus else steps
     return steps.clamp(options.smallest_step, options.largest_step)
 
 
-def _step_slopes(inputs: SSDInputs, options: SSDOptions) -> Tensor:
-    """Return the derivative of s by dt, [B, T, H]. It is 0 where a limit replaces the step."""
-    steps = compute_steps(inputs, options)
-    unlimited = compute_steps(inputs, options._replace(smallest_step=-torch.inf, largest_step=torch.inf))
+def _step_slopes(dt: Tensor, bias: Tensor | None, options: SSDOptions) -> Tensor:
+    """Return the derivative of s by dt. It is 0 where a limit replaces the step."""
+    steps = compute_steps(dt, bias, options)
+    unlimited = compute_steps(dt, bias, options._replace(smallest_step=-torch.inf, largest_step=torch.inf))
     # The derivative of the softplus is 1 - exp(-s).
     slopes = -torch.expm1(-unlimited) if options.applies_softplus else torch.ones_like(steps)
     return torch.where((steps == unlimited) | unlimited.isnan(), slopes, 0)
@@ -136,22 +132,32 @@ class _Chunk(NamedTuple):
 
 
 class _Run:
-    """What all chunks share: the inputs, the steps of all tokens, and the parameters by head."""
+    """What all chunks share: the inputs, the options, and the parameters by head."""
 
     def __init__(self, inputs: SSDInputs, options: SSDOptions) -> None:
-        x, _, A, B, _, D, _, _, bounds = inputs
+        x, _, A, B, _, D, dt_bias, _, bounds = inputs
+        self.options = options
         self.inputs, self.groups = inputs, x.shape[2] // B.shape[2]
         self.chunks = Chunks(x.shape[1], self.groups, state_dtype(inputs), chunks_of(x, bounds), bounds)
         self.dtype, self.samples = self.chunks.dtype, samples_of(x, bounds)
-        self.steps = compute_steps(inputs, options)
+        self.is_token = x.new_ones((1, x.shape[1], self.groups), dtype=self.dtype)
         self.A = A.to(self.dtype).view(-1, self.groups, 1, 1)  # [K, R, 1, 1]
+        self.dt_bias = None if dt_bias is None else dt_bias.to(self.dtype).view(self.A.shape)
         self.D = None if D is None else D.to(self.dtype).view(*self.A.shape[:3], -1)  # [K, R, 1, 1 or P]
 
     def load(self, index: int) -> _Chunk:
-        x, steps = self.chunks.load(self.inputs.x, index), self.chunks.load(self.steps, index)[..., None]
+        x = self.chunks.load(self.inputs.x, index)
+        # Steps are computed chunk by chunk, because the bits of a softplus depend on its place. Rows without
+        # a token have no step.
+        steps = compute_steps(self.load_dt(index), self.dt_bias, self.options)
+        steps = steps.masked_fill(self.chunks.load(self.is_token, index)[..., None] == 0, 0)
         B, C = (self.chunks.load(y, index, is_per_key=True) for y in (self.inputs.B, self.inputs.C))
         g = self.A * steps
         return _Chunk(x, steps, B, C, g.cumsum(-2).exp(), sum_after(g).exp(), decays_between(g))
+
+    def load_dt(self, index: int) -> Tensor:
+        """Return dt of one chunk, [B, K, R, C, 1]."""
+        return self.chunks.load(self.inputs.dt, index)[..., None]
 
     def split_heads(self, states: Tensor) -> Tensor:
         """Return states [M, H, P, N] as [M, K, R, P, N]."""
@@ -238,8 +244,9 @@ def chunked_backward(
     dstates = dstates + poison
     x, dt, A, B, C, D, dt_bias, initial_states, _ = inputs
     dx, dB, dC = (y.new_zeros(y.shape[0], y.shape[1] + 1, *y.shape[2:]) for y in (x, B, C))
-    dsteps = x.new_zeros(x.shape[0], x.shape[1] + 1, x.shape[2], dtype=run.dtype)
-    dA, dD = torch.zeros_like(run.A) + poison, x.new_zeros((), dtype=run.dtype) + poison
+    ddt = dt.new_zeros(x.shape[0], x.shape[1] + 1, x.shape[2])
+    dA, ddt_bias = (torch.zeros_like(run.A) + poison for _ in range(2))
+    dD = x.new_zeros((), dtype=run.dtype) + poison
     # A chunk of a packed sample reads the gradient of the state of its sample from `dstates`, and writes it there.
     dstate = dstates
     for i in reversed(range(chunks.count)):
@@ -255,12 +262,16 @@ def chunked_backward(
         chunks.store(dx_chunk, dx, i)
         chunks.store(dB_heads.sum(2, keepdim=True), dB, i)
         chunks.store(dC_heads.sum(2, keepdim=True), dC, i)
-        chunks.store((run.A * dg).squeeze(-1) + (chunk.x * dv).sum(-1), dsteps, i)
+        dsteps = run.A * dg + (chunk.x * dv).sum(-1, keepdim=True)
+        # Rows without a token have no gradient: x, B and dy are zeros there, but not the derivative of their steps.
+        dsteps = dsteps * _step_slopes(run.load_dt(i), run.dt_bias, options)
+        dsteps = dsteps * chunks.load(run.is_token, i)[..., None]
+        ddt_bias = ddt_bias + dsteps.sum((0, 3), keepdim=True)[0]
+        chunks.store(dsteps.squeeze(-1), ddt, i)
         if chunks.sample is not None:
             dstates.index_copy_(0, chunks.sample[i : i + 1], dstate)
     dx, dB, dC = (y[:, :-1].contiguous() for y in (dx, dB, dC))
-    ddt = dsteps[:, :-1] * _step_slopes(inputs, options)
-    ddt_bias = None if dt_bias is None else ddt.sum((0, 1)).to(dt_bias.dtype)
+    dbias = None if dt_bias is None else ddt_bias.flatten().to(dt_bias.dtype)
     if D is not None:
         dD = dD.expand(*run.A.shape[:2], x.shape[3]).flatten(0, 1)
         dD = (dD.sum(-1) if D.dim() == 1 else dD).to(D.dtype)
@@ -269,4 +280,4 @@ def chunked_backward(
         dinitial = dstate if chunks.sample is None else dstates[:samples]
         dinitial = dinitial.flatten(1, 2).to(initial_states.dtype)
     dA = dA.flatten().to(A.dtype)
-    return SSDGradients(dx, ddt.to(dt.dtype), dA, dB, dC, None if D is None else dD, ddt_bias, dinitial)
+    return SSDGradients(dx, ddt[:, :-1].contiguous(), dA, dB, dC, None if D is None else dD, dbias, dinitial)
