@@ -1,11 +1,8 @@
-"""The operators that launch the kernels of the delta rules, and the self-check on each device.
+"""The operators that launch the kernels of the delta rules, and their self-check.
 
-Triton has miscompiled kernels of this kind. Therefore the first call on a device with another dtype, other sizes of
-heads, other launch parameters or other optional tensors first runs the kernels on a small problem, and compares all
-results with those of `delta_rule_chunks`. If they disagree, `delta_rule_chunks` computes such calls.
+If the kernels fail the check on a device, `delta_rule_chunks` computes such calls.
 """
 
-import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +24,8 @@ from tigon.ops.mixers.delta_rule_steps import (
     launch_backward,
     launch_forward,
 )
-from tigon.runtime.compat.triton import triton
+from tigon.ops.mixers.kernel_check import compare_results, move, passes_check
 from tigon.runtime.launch import launcher
-from tigon.runtime.self_check import may_wait
-
-_log = logging.getLogger("tigon")
 
 # --- operators -----------------------------------------------------------------------------------
 
@@ -65,9 +59,10 @@ def delta_rule_backward(
 class DeltaVariant(NamedTuple):
     """The properties of a call for which Triton compiles kernels of their own.
 
-    The dtype, the size of a head of q and the launch parameters are such properties too.
+    The dtype is such a property too.
     """
 
+    size: int
     value_size: int
     groups: int
     normalises: bool
@@ -76,49 +71,26 @@ class DeltaVariant(NamedTuple):
     has_last_state: bool
     # The dtype of `cu_seqlens`, or None without packed samples.
     bounds_dtype: torch.dtype | None
+    config: DeltaConfig
     # True for Kimi Delta Attention.
     has_feature_decay: bool = False
 
 
-# The verdict for each device, dtype, size of a head of q, launch parameters and variant.
-_verdicts: dict[tuple, bool] = {}
-# The root mean square of the errors that the check allows, relative to that of the results. Products of rounded factors
-# cause 0.5 % in bf16. A wrong kernel causes much more.
-MAX_ERROR = 0.05
-
-
 def checked_config(inputs: DeltaInputs, normalises: bool, has_last_state: bool) -> DeltaConfig | None:
-    """Return the launch parameters for these inputs, or None if their kernels failed the self-check on the device.
-
-    The first call at which the host may wait runs the check. Until then, and in the interpreter, no kernel has failed.
-    """
+    """Return the launch parameters for these inputs, or None if their kernels failed the self-check on the device."""
     q, _, v, g, _, initial_state, bounds = inputs
     config = choose_config(inputs)
-    if q.get_device() < 0:
-        return config
     variant = DeltaVariant(
-        v.shape[3], v.shape[2] // q.shape[2], normalises, initial_state is not None, has_last_state,
-        None if bounds is None else bounds.dtype, g.dim() == 4,
+        q.shape[3], v.shape[3], v.shape[2] // q.shape[2], normalises, initial_state is not None, has_last_state,
+        None if bounds is None else bounds.dtype, config, g.dim() == 4,
     )  # fmt: skip
-    key = q.get_device(), q.dtype, q.shape[3], config, variant
-    verdict = _verdicts.get(key)
-    if verdict is None:
-        if not may_wait():
-            return config
-        verdict = _verdicts[key] = check_kernels(q, variant, config)
-        if not verdict:
-            _log.warning(
-                "On device %s, Triton %s compiles kernels of %s that are wrong for %s heads of %d and %d features. "
-                "PyTorch code computes them, correctly but slowly.",
-                q.device, triton.__version__, "kda" if variant.has_feature_decay else "gated_delta_rule",
-                q.dtype, q.shape[3], v.shape[3],
-            )  # fmt: skip
-    return config if verdict else None
+    op = "kda" if variant.has_feature_decay else "gated_delta_rule"
+    return config if passes_check(op, q, variant, lambda: check_kernels(q, variant)) else None
 
 
-def _draw_check(like: Tensor, variant: DeltaVariant) -> tuple[DeltaInputs, Tensor, Tensor | None]:
-    """Return inputs on the CPU in the dtype of `like`, and the gradients of o and of the last state."""
-    size, value_size, groups, tokens = like.shape[3], variant.value_size, variant.groups, 2 * CHUNK + 5
+def _draw_check(dtype: torch.dtype, variant: DeltaVariant) -> tuple[DeltaInputs, Tensor, Tensor | None]:
+    """Return inputs on the CPU, and the gradients of o and of the last state."""
+    size, value_size, groups, tokens = variant.size, variant.value_size, variant.groups, 2 * CHUNK + 5
     generator = torch.Generator(device="cpu").manual_seed(0)
     draw = lambda *shape: torch.randn(shape, generator=generator, device="cpu")
     bounds = None
@@ -131,34 +103,23 @@ def _draw_check(like: Tensor, variant: DeltaVariant) -> tuple[DeltaInputs, Tenso
     g, beta = -draw(1, tokens, groups, *features).abs(), draw(1, tokens, groups).sigmoid()
     state = draw(*shape) if variant.has_initial_state else None
     dlast = draw(*shape) if variant.has_last_state else None
-    q, k, v, g, beta, state, do, dlast = (_move(x, like.dtype) for x in (q, k, v, g, beta, state, do, dlast))
+    q, k, v, g, beta, state, do, dlast = (move(x, dtype) for x in (q, k, v, g, beta, state, do, dlast))
     return DeltaInputs(q, k, v, g, beta, state, bounds), do, dlast
 
 
-def _move(x: Tensor | None, to: torch.dtype | torch.device) -> Any:
-    return None if x is None else x.to(to)
+def check_kernels(like: Tensor, variant: DeltaVariant) -> bool:
+    """Return whether the kernels compute what `delta_rule_chunks` computes: full chunks, a tail, and all gradients."""
+    options = DeltaOptions(variant.size**-0.5, variant.normalises, variant.has_last_state)
 
-
-@torch.no_grad()
-def check_kernels(like: Tensor, variant: DeltaVariant, config: DeltaConfig) -> bool:
-    """Return whether the kernels compute what `delta_rule_chunks` computes: full chunks, a tail, and all gradients.
-
-    An exception means a wrong kernel, but a lack of memory is raised.
-    """
-    options = DeltaOptions(like.shape[3] ** -0.5, variant.normalises, variant.has_last_state)
-    try:
-        inputs, do, dlast = _draw_check(like, variant)
+    def run() -> tuple[Any, Any]:
+        inputs, do, dlast = _draw_check(like.dtype, variant)
         expected = *chunked_forward(inputs, options), *chunked_backward(do, dlast, inputs, options)
-        inputs = DeltaInputs._make(_move(x, like.device) for x in inputs)
-        do, dlast = _move(do, like.device), _move(dlast, like.device)
-        outputs = launch_forward(inputs, options, config)
+        inputs = DeltaInputs._make(move(x, like.device) for x in inputs)
+        outputs = launch_forward(inputs, options, variant.config)
         needs = NeededDeltaGradients(True, True)
-        gradients = launch_backward(do, dlast, inputs, options, needs, config)
-        actual: tuple[Any, ...] = (*outputs, *gradients)
-        pairs = [(x.float().cpu(), y.float()) for x, y in zip(actual, expected, strict=True) if y is not None]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:
-        _log.debug("The self-check of a delta rule raised on device %s.", like.device, exc_info=True)
-        return False
-    return all(bool((x - y).square().mean() <= MAX_ERROR**2 * y.square().mean()) for x, y in pairs)
+        gradients = launch_backward(
+            do.to(like.device), move(dlast, like.device), inputs, options, needs, variant.config
+        )  # fmt: skip
+        return (*outputs, *gradients), expected
+
+    return compare_results(like.device, run)

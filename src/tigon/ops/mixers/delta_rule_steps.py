@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.ops.mixers.chunk_launch import ChunkLaunch
 from tigon.ops.mixers.chunks import CHUNK
 from tigon.ops.mixers.delta_rule_chunks import (
     DeltaGradients,
     DeltaInputs,
     DeltaOptions,
-    count_chunks,
     count_samples,
 )
 from tigon.ops.mixers.delta_rule_config import DeltaConfig
@@ -21,7 +21,7 @@ from tigon.ops.mixers.delta_rule_gradient_kernels import (
     pair_gradients_kernel,
     query_gradients_kernel,
 )
-from tigon.ops.mixers.delta_rule_kernels import VECTORS, chunk_list_kernel, chunk_pairs_kernel, forward_scan_kernel
+from tigon.ops.mixers.delta_rule_kernels import VECTORS, chunk_pairs_kernel, forward_scan_kernel
 from tigon.ops.mixers.kda_gradient_kernels import (
     kda_level_gradients_kernel,
     kda_norm_gradients_kernel,
@@ -31,56 +31,21 @@ from tigon.ops.mixers.kda_gradient_kernels import (
 from tigon.ops.mixers.kda_kernels import kda_pairs_kernel, kda_rows_kernel
 from tigon.runtime.device import cdiv, next_power_of_2
 from tigon.runtime.launch import in_order, launch
-from tigon.runtime.rows import dense_rows
 
-# The offsets of 64 rows take 32 bits. Rows that are further apart are copied.
-MAX_STRIDE = 2**24
 # `kda_level_gradients_kernel` computes these features at a time. Its registers do not hold more.
 LEVEL_BLOCK = 16
 
 
-class _Launch:
-    """The arguments that the kernels share: rows of the inputs, sizes, and the chunks of packed samples."""
+class _Launch(ChunkLaunch):
+    """The launches for one call."""
 
     def __init__(self, inputs: DeltaInputs, options: DeltaOptions, config: DeltaConfig) -> None:
         q, _, v, *_, bounds = inputs
+        super().__init__(q, bounds, **{name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta")})
         self.config, self.options = config, options
-        self.samples, self.chunks = count_samples(inputs), count_chunks(inputs)
         (self.key_heads, self.key_size), (self.heads, self.value_size) = q.shape[2:], v.shape[2:]
         self.groups, self.has_feature_decay = self.heads // self.key_heads, inputs.g.dim() == 4
-        self.total_chunks = self.chunks * (q.shape[0] if bounds is None else 1)
         self.block_k = max(16, next_power_of_2(self.key_size))
-        self.like, self.tokens = q, q.shape[1]
-        self.rows: dict[str, Tensor] = {}
-        self.strides: dict[str, int] = {}
-        for name in ("q", "k", "v", "g", "beta"):
-            self.add_rows(name, getattr(inputs, name))
-        self.bounds = None if bounds is None else bounds.contiguous()
-        self.list: Any = None
-        self.starts: Any = None
-        if bounds is not None:
-            self.list = q.new_empty((self.chunks, 3), dtype=torch.int32)
-            self.starts = q.new_empty((self.samples,), dtype=torch.int32)
-            launch(
-                chunk_list_kernel, self.chunks,
-                *in_order(chunk_list_kernel)(
-                    bounds_ptr=self.bounds, chunks_ptr=self.list, starts_ptr=self.starts, N=self.samples, T=self.tokens
-                ),
-                BLOCK_N=128, num_warps=1,
-            )  # fmt: skip
-
-    def add_rows(self, name: str, x: Tensor) -> None:
-        """Store the rows of x [B, T, ...], whose other dimensions are dense, and their stride."""
-        rows, stride = dense_rows(x.flatten(2) if x.dim() > 3 else x)
-        if stride >= MAX_STRIDE:
-            rows, stride = dense_rows(rows.contiguous())
-        self.rows[f"{name}_ptr"], self.strides[f"stride_{name}"] = rows, stride
-
-    def arguments(self, *names: str) -> dict[str, Any]:
-        """Return the rows of these tensors, their strides and the sizes, by the names of the kernels' parameters."""
-        rows = {f"{name}_ptr": self.rows[f"{name}_ptr"] for name in names}
-        strides = {f"stride_{name}": self.strides[f"stride_{name}"] for name in names}
-        return rows | strides | {"T": self.tokens, "chunks": self.chunks}
 
     @property
     def inverse_precision(self) -> str:

@@ -45,7 +45,7 @@ def _load_row(ptr, cols, H):
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     """Return log(1 + exp(x)), precise for small results too."""
     e = tl.exp(-tl.abs(x))
     total = 1.0 + e
@@ -64,7 +64,7 @@ def _forward_kernel(
     rows, cols = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_H)
     mask = (rows < M) & (cols < H)[None, :]
     x = tl.load(a_ptr + rows * stride_a + cols[None, :], mask, 0.0).to(tl.float32) + _load_row(bias_ptr, cols, H)
-    tl.store(g_ptr + rows * H + cols[None, :], -tl.exp(_load_row(a_log_ptr, cols, H)) * _softplus(x), mask)
+    tl.store(g_ptr + rows * H + cols[None, :], -tl.exp(_load_row(a_log_ptr, cols, H)) * softplus(x), mask)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -86,7 +86,7 @@ def _backward_kernel(
         tl.store(da_ptr + rows * H + cols[None, :], da, mask)
         if da_log_ptr is not None:
             # A masked dg is 0, and so are its terms.
-            da_log += dg * rate * _softplus(x)
+            da_log += dg * rate * softplus(x)
             dbias += da
     if da_log_ptr is not None:
         tl.store(da_log_ptr + pid * H + cols, tl.sum(da_log, 0), cols < H)

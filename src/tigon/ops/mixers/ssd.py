@@ -5,12 +5,14 @@ r"""The state space dual (SSD) of Mamba-2 (Dao and Gu, arXiv 2405.21060): linear
 
 Every head of x has a state S [P, N] in fp32. Neighbouring heads may share a group of B and C.
 
-The op computes 64 tokens at a time by `ssd_chunks`, which has the formulas. Forward saves its inputs, and backward
-recomputes the states. `swiglu` computes the gate z.
+The op computes 64 tokens at a time: in bf16 and fp16 on a GPU by the kernels of `ssd_launchers`, in fp32 and fp64 and
+elsewhere by `ssd_chunks`, which has the formulas. Forward saves its inputs, and backward recomputes the states.
+`swiglu` computes the gate z.
 
 Shapes: B batch, T tokens, H heads of P features, K groups of B and C with N features, M packed samples.
 """
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -28,10 +30,12 @@ from tigon.ops.mixers.ssd_chunks import (
     compute_steps,
     state_dtype,
 )
+from tigon.ops.mixers.ssd_config import fits_kernels
+from tigon.ops.mixers.ssd_launchers import ssd_backward, ssd_forward
 from tigon.ops.mlps.glu import swiglu
 from tigon.runtime import checks
 from tigon.runtime.autograd import keep_none_gradients
-from tigon.runtime.device import PLAIN
+from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.op import Node
 
 _OP = "ssd"
@@ -92,8 +96,9 @@ class _SSD(Node):
         keep_none_gradients(ctx)
         *tensors, options = arguments
         inputs = SSDInputs(*tensors)
-        ctx.options = options
-        y, last_states = chunked_forward(inputs, options)
+        ctx.options, ctx.runs_kernels = options, runs_kernels(*inputs[:8]) and fits_kernels(inputs)
+        compute = chunked_forward if not ctx.runs_kernels else functools.partial(ssd_forward, inputs.x)
+        y, last_states = compute(inputs, options)
         ctx.save_for_backward(*inputs)
         return (y, last_states) if options.returns_states else y
 
@@ -101,7 +106,8 @@ class _SSD(Node):
     def backward(ctx: Any, dy: Tensor | None, dlast_states: Tensor | None = None) -> tuple[Tensor | None, ...]:
         inputs = SSDInputs(*ctx.saved_tensors)
         dy = torch.zeros_like(inputs.x) if dy is None else dy
-        return tuple(chunked_backward(dy, dlast_states, inputs, ctx.options))
+        compute = ssd_backward if ctx.runs_kernels else chunked_backward
+        return tuple(compute(dy, dlast_states, inputs, ctx.options))
 
 
 # --- checks --------------------------------------------------------------------------------------

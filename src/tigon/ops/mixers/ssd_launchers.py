@@ -1,0 +1,249 @@
+"""The launches of the kernels of the state space dual, as operators, and their self-check."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.ops.mixers.chunk_launch import ChunkLaunch
+from tigon.ops.mixers.chunks import CHUNK, samples_of
+from tigon.ops.mixers.kernel_check import compare_results, move, passes_check
+from tigon.ops.mixers.ssd_chunks import SSDGradients, SSDInputs, SSDOptions, chunked_backward, chunked_forward
+from tigon.ops.mixers.ssd_config import SSDConfig, choose_config, split_count
+from tigon.ops.mixers.ssd_gradient_kernels import PARTS, ssd_group_gradients_kernel, ssd_head_gradients_kernel
+from tigon.ops.mixers.ssd_kernels import VECTORS, ssd_scan_kernel, step_vectors_kernel
+from tigon.runtime.device import cdiv, next_power_of_2
+from tigon.runtime.launch import in_order, launch, launcher
+
+# A program of `step_vectors_kernel` computes this many heads.
+HEAD_BLOCK = 16
+
+
+class _Launch(ChunkLaunch):
+    """The launches for one call."""
+
+    def __init__(self, inputs: SSDInputs, options: SSDOptions, config: SSDConfig) -> None:
+        x, dt, A, B, C, D, dt_bias, _, bounds = inputs
+        super().__init__(x, bounds, x=x, dt=dt, b=B, c=C)
+        self.config, self.options = config, options
+        self.heads, self.size = x.shape[2:]
+        self.groups, self.state_size = B.shape[2:]
+        self.block_n = max(16, next_power_of_2(self.state_size))
+        self.rates, self.bias = A.contiguous(), None if dt_bias is None else dt_bias.contiguous()
+        self.weights = None if D is None else D.float().view(self.heads, -1).expand(-1, self.size).contiguous()
+        self.vectors = x.new_empty((self.total_chunks, self.heads, VECTORS.value, CHUNK), dtype=torch.float32)
+        self.limits = {"smallest": options.smallest_step, "largest": options.largest_step}
+        launch(
+            step_vectors_kernel, self.total_chunks * cdiv(self.heads, HEAD_BLOCK),
+            *in_order(step_vectors_kernel)(
+                **self.arguments("dt"), rates_ptr=self.rates, bias_ptr=self.bias, chunks_ptr=self.list,
+                vectors_ptr=self.vectors, **self.limits,
+            ),
+            HEADS=self.heads, BLOCK_H=HEAD_BLOCK, APPLIES_SOFTPLUS=options.applies_softplus, num_warps=4,
+        )  # fmt: skip
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that all kernels of chunks take."""
+        return {
+            "HEADS": self.heads, "GROUPS": self.heads // self.groups, "SIZE": self.size, "STATE_SIZE": self.state_size
+        }  # fmt: skip
+
+    def scan(
+        self, x: str, b: str, initial: Tensor | None, y: Tensor | None = None, last: Tensor | None = None,
+        states: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Write y, the last states and those before all chunks, or their gradients if x is "dy"."""
+        arguments = self.arguments(x, b, "c")
+        # In the gradient, dy takes the place of x, and C that of B.
+        arguments |= {"x_ptr": arguments.pop(f"{x}_ptr"), "stride_x": arguments.pop(f"stride_{x}")}
+        arguments |= {"b_ptr": self.rows[f"{b}_ptr"], "stride_b": self.strides[f"stride_{b}"]}
+        config = self.config
+        launch(
+            ssd_scan_kernel, self.samples * self.heads * cdiv(self.size, config.scan_block_p),
+            *in_order(ssd_scan_kernel)(
+                **arguments, vectors_ptr=self.vectors, weights_ptr=self.weights,
+                initial_ptr=None if initial is None else initial.float().contiguous(),
+                bounds_ptr=self.bounds, starts_ptr=self.starts, y_ptr=y, last_ptr=last, states_ptr=states,
+            ),
+            **self.sizes, BLOCK_P=config.scan_block_p, BLOCK_N=self.block_n, IS_GRADIENT=x == "dy",
+            STAGES=config.scan_stages, num_warps=config.scan_warps,
+        )  # fmt: skip
+
+    def chunk_states(self) -> Tensor:
+        """Allocate one state of each chunk and head, in the dtype of x."""
+        return self.like.new_empty((self.total_chunks, self.heads, self.size, self.state_size))
+
+    def group_gradients(self, states: Tensor, dstates: Tensor, dB: Any, dC: Any) -> Tensor:
+        """Write dB and dC. Return the parts of dg that `ssd_group_gradients_kernel` computes."""
+        block, splits = self.config.gradient_block_n, split_count(self.heads // self.groups)
+        blocks, rows = cdiv(self.state_size, block), dB.shape[0] * dB.shape[1]
+        parts = self.like.new_empty((self.total_chunks, self.heads, blocks, PARTS.value, CHUNK), dtype=torch.float32)
+        # The sum over several parts of a group is rounded once.
+        sums = [dB, dC]
+        if splits > 1:
+            sums = [self.like.new_empty((splits, *dB.shape), dtype=torch.float32) for _ in range(2)]
+        launch(
+            ssd_group_gradients_kernel, self.total_chunks * self.groups * splits * blocks,
+            *in_order(ssd_group_gradients_kernel)(
+                **self.arguments("x", "b", "c", "dy"), vectors_ptr=self.vectors, states_ptr=states, dstates_ptr=dstates,
+                chunks_ptr=self.list, parts_ptr=parts, db_ptr=sums[0], dc_ptr=sums[1], rows=rows,
+            ),
+            **self.sizes, SPLITS=splits, BLOCK_P=max(16, next_power_of_2(self.size)), BLOCK_N=block, STAGES=1,
+            num_warps=self.config.gradient_warps,
+        )  # fmt: skip
+        if splits > 1:
+            for total, part in zip((dB, dC), sums, strict=True):
+                total.copy_(part.sum(0))
+        return parts
+
+    def head_gradients(self, dstates: Tensor, parts: Tensor, dx: Any, ddt: Any) -> tuple[Tensor, Tensor | None]:
+        """Write dx and ddt. Return dA and ddt_bias as [H, 2], and dD as [H, P] if there is a D."""
+        places = self.total_chunks, self.heads
+        new = lambda *shape: self.like.new_empty(shape, dtype=torch.float32)
+        drates, dweights = new(*places, 2), None if self.weights is None else new(*places, self.size)
+        launch(
+            ssd_head_gradients_kernel, self.total_chunks * self.heads,
+            *in_order(ssd_head_gradients_kernel)(
+                **self.arguments("x", "dt", "b", "c", "dy"), **self.limits, rates_ptr=self.rates, bias_ptr=self.bias,
+                weights_ptr=self.weights, vectors_ptr=self.vectors, dstates_ptr=dstates, parts_ptr=parts,
+                chunks_ptr=self.list, dx_ptr=dx, ddt_ptr=ddt, drates_ptr=drates, dweights_ptr=dweights,
+                state_width=self.state_size,
+            ),
+            **self.sizes, PART_BLOCKS=parts.shape[2], BLOCK_P=max(16, next_power_of_2(self.size)),
+            BLOCK_N=self.config.gradient_block_n, APPLIES_SOFTPLUS=self.options.applies_softplus, STAGES=1,
+            num_warps=self.config.gradient_warps,
+        )  # fmt: skip
+        return drates.sum(0), None if dweights is None else dweights.sum(0)
+
+
+# --- operators -----------------------------------------------------------------------------------
+
+
+def _empty_forward(like: Tensor, inputs: SSDInputs, options: SSDOptions) -> tuple[Tensor, Any]:
+    x = inputs.x
+    shape = samples_of(x, inputs.cu_seqlens), *x.shape[2:], inputs.B.shape[3]
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return y, x.new_empty(shape, dtype=torch.float32) if options.returns_states else None
+
+
+@launcher(fake=_empty_forward)
+def ssd_forward(like: Tensor, inputs: SSDInputs, options: SSDOptions) -> tuple[Tensor, Tensor]:
+    """Return y [B, T, H, P] and, if requested, the last states in fp32. `like` is any tensor on the device."""
+    config = choose_config(inputs)
+    if not _is_checked(inputs, options, options.returns_states, config):
+        y, last_states = chunked_forward(inputs, options)
+        return y, last_states  # type: ignore[return-value]
+    return _launch_forward(inputs, options, config)
+
+
+def _launch_forward(inputs: SSDInputs, options: SSDOptions, config: SSDConfig) -> tuple[Tensor, Tensor]:
+    y, last_states = _empty_forward(inputs.x, inputs, options)
+    _Launch(inputs, options, config).scan("x", "b", inputs.initial_states, y=y, last=last_states)
+    return y, last_states
+
+
+def _empty_backward(
+    dy: Tensor, dlast_states: Tensor | None, inputs: SSDInputs, options: SSDOptions
+) -> SSDGradients:  # fmt: skip
+    empty = lambda x: None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    return SSDGradients._make(map(empty, inputs[:-1]))
+
+
+@launcher(fake=_empty_backward)
+def ssd_backward(
+    dy: Tensor, dlast_states: Tensor | None, inputs: SSDInputs, options: SSDOptions
+) -> SSDGradients:  # fmt: skip
+    """Return all gradients, each in the dtype of its tensor."""
+    config = choose_config(inputs)
+    if not _is_checked(inputs, options, dlast_states is not None, config):
+        return chunked_backward(dy, dlast_states, inputs, options)
+    return _launch_backward(dy, dlast_states, inputs, options, config)
+
+
+def _launch_backward(
+    dy: Tensor, dlast_states: Tensor | None, inputs: SSDInputs, options: SSDOptions, config: SSDConfig
+) -> SSDGradients:  # fmt: skip
+    results = _empty_backward(dy, dlast_states, inputs, options)
+    dx, ddt, _, dB, dC, dD, ddt_bias, dinitial = results
+    run = _Launch(inputs, options, config)
+    run.add_rows("dy", dy)
+    states, dstates = run.chunk_states(), run.chunk_states()
+    # The states are in fp32 in the kernels.
+    dfirst = None if dinitial is None else torch.empty_like(dinitial, dtype=torch.float32)
+    run.scan("x", "b", inputs.initial_states, states=states)
+    run.scan("dy", "c", dlast_states, states=dstates, last=dfirst)
+    parts = run.group_gradients(states, dstates, dB, dC)
+    drates, dweights = run.head_gradients(dstates, parts, dx, ddt)
+    if dD is not None and dweights is not None:
+        dD = (dweights.sum(-1) if dD.dim() == 1 else dweights).to(dD.dtype)
+    ddt_bias = None if ddt_bias is None else drates[:, 1].to(ddt_bias.dtype)
+    dinitial = None if dinitial is None else move(dfirst, dinitial.dtype)
+    return SSDGradients(dx, ddt, drates[:, 0].to(inputs.A.dtype), dB, dC, dD, ddt_bias, dinitial)
+
+
+# --- the self-check ------------------------------------------------------------------------------
+
+
+class _Variant(NamedTuple):
+    """The properties of a call for which Triton compiles kernels of their own."""
+
+    size: int
+    state_size: int
+    groups: int
+    applies_softplus: bool
+    has_weights: bool
+    has_bias: bool
+    has_initial_states: bool
+    # True if forward returns the last states, and backward reads their gradient.
+    has_last_states: bool
+    # The dtype of `cu_seqlens`, or None without packed samples.
+    bounds_dtype: torch.dtype | None
+    config: SSDConfig
+
+
+def _is_checked(inputs: SSDInputs, options: SSDOptions, has_last_states: bool, config: SSDConfig) -> bool:
+    x, _, _, B, _, D, dt_bias, initial_states, bounds = inputs
+    variant = _Variant(
+        x.shape[3], B.shape[3], x.shape[2] // B.shape[2], options.applies_softplus, D is not None, dt_bias is not None,
+        initial_states is not None, has_last_states, None if bounds is None else bounds.dtype, config,
+    )  # fmt: skip
+    return passes_check("ssd", x, variant, lambda: check_kernels(x, variant))
+
+
+def _draw_check(dtype: torch.dtype, variant: _Variant) -> tuple[SSDInputs, Tensor, Tensor | None]:
+    """Return inputs on the CPU, and the gradients of y and of the last states."""
+    size, state_size, heads, tokens = variant.size, variant.state_size, variant.groups, 2 * CHUNK + 5
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator, device="cpu")
+    bounds = None
+    if variant.bounds_dtype is not None:
+        bounds = torch.tensor([0, CHUNK + 3, tokens], dtype=variant.bounds_dtype, device="cpu")
+    shape = 1 if bounds is None else 2, heads, size, state_size
+    x, dy = draw(1, tokens, heads, size).to(dtype), draw(1, tokens, heads, size).to(dtype)
+    B, C = ((draw(1, tokens, 1, state_size) * state_size**-0.25).to(dtype) for _ in range(2))
+    states, dlast = draw(*shape), draw(*shape)
+    inputs = SSDInputs(
+        x, draw(1, tokens, heads).abs().to(dtype), -draw(heads).exp(), B, C,
+        draw(heads) if variant.has_weights else None, draw(heads).abs() if variant.has_bias else None,
+        states if variant.has_initial_states else None, bounds,
+    )  # fmt: skip
+    return inputs, dy, dlast if variant.has_last_states else None
+
+
+def check_kernels(like: Tensor, variant: _Variant) -> bool:
+    """Return whether the kernels compute what `ssd_chunks` computes: full chunks, a tail, and all gradients."""
+    options = SSDOptions(variant.applies_softplus, 0.0, math.inf, variant.has_last_states)
+
+    def run() -> tuple[Any, Any]:
+        inputs, dy, dlast = _draw_check(like.dtype, variant)
+        expected = *chunked_forward(inputs, options), *chunked_backward(dy, dlast, inputs, options)
+        inputs = SSDInputs._make(move(x, like.device) for x in inputs)
+        outputs = _launch_forward(inputs, options, variant.config)
+        gradients = _launch_backward(
+            dy.to(like.device), move(dlast, like.device), inputs, options, variant.config
+        )  # fmt: skip
+        return (*outputs, *gradients), expected
+
+    return compare_results(like.device, run)
