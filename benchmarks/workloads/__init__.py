@@ -21,6 +21,7 @@ from benchmarks.workloads import (
     mlps,
     norms,
     rotary,
+    ssd,
 )
 from benchmarks.workloads.inputs import InputMaker, Inputs
 from benchmarks.workloads.workload import Case, Variant, Workload
@@ -28,6 +29,8 @@ from benchmarks.workloads.workload import Case, Variant, Workload
 __all__ = ["WORKLOADS", "Case", "InputMaker", "Inputs", "Variant", "Workload"]
 
 # The order is that of the cases in a report of the benchmark.
-_FAMILIES = (norms, rotary, mixers, delta_rules, mlps, fp8, adapters, experts, logits, head, divergences, losses)
+_FAMILIES = (
+    norms, rotary, mixers, delta_rules, ssd, mlps, fp8, adapters, experts, logits, head, divergences, losses
+)  # fmt: skip
 
 WORKLOADS: dict[str, Workload] = {workload.name: workload for family in _FAMILIES for workload in family.WORKLOADS}

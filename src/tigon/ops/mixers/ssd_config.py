@@ -29,23 +29,26 @@ class SSDConfig(LaunchConfig):
     scan_block_p: int
     scan_warps: int
     scan_stages: int
-    # The kernels of the gradients: columns of the state at a time, and warps.
+    # The kernels of y and of the gradients: columns of the state at a time, and warps.
     gradient_block_n: int
     gradient_warps: int
+    # How a kernel multiplies matrices in fp32 ("ieee" or "tf32").
+    precision: str
 
     @staticmethod
     def heuristic(problem: SSDProblem, device: Device) -> "SSDConfig":
         """Return the parameters for heads of up to `MAX_SIZE` and states of up to `MAX_STATE_SIZE` features."""
         block_p = max(16, next_power_of_2(problem.size))
         is_large = problem.state_size > 128
-        has_room = device.shared_memory >= 160 * 1024
+        stages = 1 if device.shared_memory < 160 * 1024 else 3 if device.arch == "sm_90" and not is_large else 2
         warps = min(8, 256 // device.warp_size)
         return SSDConfig(
             scan_block_p=min(64 if device.arch == "sm_90" else 32, block_p),
             scan_warps=warps if is_large else 4,
-            scan_stages=2 if has_room and not is_large else 1,
+            scan_stages=stages,
             gradient_block_n=min(64, max(16, next_power_of_2(problem.state_size))),
             gradient_warps=4 if block_p <= 64 else warps,
+            precision="tf32" if device.arch.startswith("sm_") else "ieee",
         )
 
 

@@ -23,9 +23,10 @@ from tigon.ops.mixers.delta_rule_kernels import (
     pair_decays,
     rows_of_chunk,
     saturate,
+    square_offsets,
     store_tile,
 )
-from tigon.ops.mixers.ssd_kernels import LOG_DECAY, STEP, TOTAL, VECTORS, WRITE, unlimited_steps
+from tigon.ops.mixers.ssd_kernels import LOG_DECAY, STEP, TOTAL, VECTORS, WRITE, load_state, unlimited_steps
 from tigon.runtime.compat.triton import tl, triton
 
 # The numbers [C] of a chunk of a head and a block of N in `parts` [M, H, blocks, 3, C], fp32:
@@ -34,13 +35,6 @@ from tigon.runtime.compat.triton import tl, triton
 #   DOTS    the dot product of the block of S and that of dS', in the first element
 READ, WRITTEN, DOTS = (tl.constexpr(i) for i in range(3))
 PARTS = tl.constexpr(3)
-
-
-@triton.jit
-def _load_state(ptr, SIZE: tl.constexpr, STATE_SIZE: tl.constexpr, rows, cols):
-    """Return a block of a state [P, N]."""
-    mask = (rows[:, None] < SIZE) & (cols[None, :] < STATE_SIZE)
-    return tl.load(ptr + rows[:, None] * STATE_SIZE + cols[None, :], mask, 0.0)
 
 
 @triton.jit(do_not_specialize=["T", "chunks", "rows"])
@@ -74,27 +68,24 @@ def ssd_group_gradients_kernel(
         place = chunk.to(tl.int64) * HEADS + head
         x = load_tile(x_ptr + head * SIZE, first, end, stride_x, SIZE, value_cols)
         dy = load_tile(dy_ptr + head * SIZE, first, end, stride_dy, SIZE, value_cols)
-        b, c = (
-            load_tile(b_ptr, first, end, stride_b, STATE_SIZE, cols),
-            load_tile(c_ptr, first, end, stride_c, STATE_SIZE, cols),
-        )
-        state = _load_state(states_ptr + place * (SIZE * STATE_SIZE), SIZE, STATE_SIZE, value_cols, cols)
-        dstate = _load_state(dstates_ptr + place * (SIZE * STATE_SIZE), SIZE, STATE_SIZE, value_cols, cols)
         vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
         total, step = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + STEP * CHUNK)
+        dpairs = tl.dot(dy, tl.trans(x), input_precision="ieee") * pair_decays(total) * step[None, :]
+        dpairs = saturate(dpairs, x_ptr).to(dtype)
+        b = load_tile(b_ptr, first, end, stride_b, STATE_SIZE, cols)
+        dc = tl.dot(dpairs, b, dc, input_precision="ieee")
+        c = load_tile(c_ptr, first, end, stride_c, STATE_SIZE, cols)
+        db = tl.dot(tl.trans(dpairs), c, db, input_precision="ieee")
         parts = parts_ptr + (place * blocks + block) * (PARTS * CHUNK)
+        state = load_state(states_ptr + place * (SIZE * STATE_SIZE), SIZE, STATE_SIZE, value_cols, cols)
         read = tl.exp(total)[:, None] * tl.dot(dy, state, input_precision="ieee")
         tl.store(parts + READ * CHUNK + index, tl.sum(c * read, 1))
         dc += read
+        dstate = load_state(dstates_ptr + place * (SIZE * STATE_SIZE), SIZE, STATE_SIZE, value_cols, cols)
+        tl.store(parts + DOTS * CHUNK, tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0))
         written = tl.load(vectors + WRITE * CHUNK)[:, None] * tl.dot(x, dstate, input_precision="ieee")
         tl.store(parts + WRITTEN * CHUNK + index, tl.sum(b * written, 1))
         db += written
-        dots = tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
-        tl.store(parts + DOTS * CHUNK, dots)
-        dpairs = tl.dot(dy, tl.trans(x), input_precision="ieee") * pair_decays(total) * step[None, :]
-        dpairs = saturate(dpairs, x_ptr).to(dtype)
-        dc = tl.dot(dpairs, b, dc, input_precision="ieee")
-        db = tl.dot(tl.trans(dpairs), c, db, input_precision="ieee")
     place = split.to(tl.int64) * rows * (groups * STATE_SIZE) + group * STATE_SIZE
     store_tile(db_ptr + place, db, first, end, groups * STATE_SIZE, STATE_SIZE, cols)
     store_tile(dc_ptr + place, dc, first, end, groups * STATE_SIZE, STATE_SIZE, cols)
@@ -111,12 +102,13 @@ def _sum_parts(parts_ptr, place, BLOCKS: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "chunks", "state_width"])
 def ssd_head_gradients_kernel(
-    x_ptr, dt_ptr, rates_ptr, b_ptr, c_ptr, weights_ptr, bias_ptr, dy_ptr,  # `weights` [H, P] fp32 or None
+    x_ptr, dt_ptr, rates_ptr, b_ptr, products_ptr, weights_ptr, bias_ptr, dy_ptr,  # `weights` [H, P] fp32 or None
     vectors_ptr, dstates_ptr, parts_ptr, chunks_ptr,  # [M, H, 4, C], [M, H, P, N], [M, H, PART_BLOCKS, 3, C], [M, 3]
     dx_ptr, ddt_ptr, drates_ptr, dweights_ptr,  # rows, rows, [M, H, 2] fp32, [M, H, P] fp32 or None
-    T, chunks, state_width, stride_x, stride_dt, stride_b, stride_c, stride_dy, smallest, largest,
+    T, chunks, state_width, stride_x, stride_dt, stride_b, stride_dy, smallest, largest,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, STATE_SIZE: tl.constexpr, PART_BLOCKS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, APPLIES_SOFTPLUS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dx and ddt of one chunk of one head, and its parts of dA, ddt_bias and dD.
 
@@ -133,19 +125,18 @@ def ssd_head_gradients_kernel(
             tl.store(dweights_ptr + place * SIZE + cols, tl.zeros([BLOCK_P], tl.float32), cols < SIZE)
         return
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    b_ptr, c_ptr = b_ptr + head // GROUPS * STATE_SIZE, c_ptr + head // GROUPS * STATE_SIZE
+    b_ptr += head // GROUPS * STATE_SIZE
     vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
     total, step = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + STEP * CHUNK)
     last_total = tl.load(vectors_ptr + place * (VECTORS * CHUNK) + (TOTAL * CHUNK + CHUNK - 1))
-    scores, dvalues = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, BLOCK_P], tl.float32)
+    dvalues = tl.zeros([CHUNK, BLOCK_P], tl.float32)
     for start in tl.range(0, state_width, BLOCK_N, num_stages=STAGES):
         state_cols = start + tl.arange(0, BLOCK_N)
         b = load_tile(b_ptr, first, end, stride_b, STATE_SIZE, state_cols)
-        c = load_tile(c_ptr, first, end, stride_c, STATE_SIZE, state_cols)
-        dstate = _load_state(dstates_ptr + place * (SIZE * STATE_SIZE), SIZE, STATE_SIZE, cols, state_cols)
-        scores = tl.dot(c, tl.trans(b), scores, input_precision="ieee")
+        dstate = load_state(dstates_ptr + place * (SIZE * STATE_SIZE), SIZE, STATE_SIZE, cols, state_cols)
         dvalues = tl.dot(b, tl.trans(dstate), dvalues, input_precision="ieee")
-    scores *= pair_decays(total)
+    products = chunk.to(tl.int64) * (HEADS // GROUPS) + head // GROUPS
+    scores = tl.load(products_ptr + products * (CHUNK * CHUNK) + square_offsets()) * pair_decays(total)
     x = load_tile(x_ptr + head * SIZE, first, end, stride_x, SIZE, cols)
     dy = load_tile(dy_ptr + head * SIZE, first, end, stride_dy, SIZE, cols)
     dvalues *= tl.exp(last_total - total)[:, None]
@@ -161,11 +152,12 @@ def ssd_head_gradients_kernel(
         dweights = tl.sum(x.to(tl.float32) * dy.to(tl.float32), 0) + 0.0 * dots
         tl.store(dweights_ptr + place * SIZE + cols, dweights, cols < SIZE)
     store_tile(dx_ptr + head * SIZE, dx, first, end, HEADS * SIZE, SIZE, cols)
-    # Row t of the cumulative sum has the sums over i >= t.
-    products = scores * tl.dot(dy, tl.trans(x), input_precision="ieee") * step[None, :]
+    pairs = scores * tl.dot(dy, tl.trans(x), input_precision="ieee") * step[None, :]
     is_later = index[:, None] > index[None, :]
-    products = tl.cumsum(tl.where(is_later, products, 0.0), 0, reverse=True)
-    dlog_decay = tl.sum(tl.where(is_later, products, 0.0), 1) + tl.exp(last_total) * dots
+    # Row t of this product has the sums over i >= t. It takes less time than a cumulative sum.
+    from_token = (index[:, None] <= index[None, :]).to(tl.float32)
+    pairs = tl.dot(from_token, tl.where(is_later, pairs, 0.0), input_precision=PRECISION)
+    dlog_decay = tl.sum(tl.where(is_later, pairs, 0.0), 1) + tl.exp(last_total) * dots
     dlog_decay += tl.cumsum(_sum_parts(parts_ptr, place, PART_BLOCKS, READ), 0, reverse=True)
     # The sum of the writes before token t must not contain the write of token t, which may be so much larger that the
     # sum would lose their digits.

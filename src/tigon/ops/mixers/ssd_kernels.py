@@ -1,17 +1,15 @@
 r"""The forward kernels of the state space dual. The docstring of `ssd_chunks` has the formulas.
 
-`step_vectors_kernel` computes the steps and decays of all chunks in parallel. `ssd_scan_kernel` then walks through the
-chunks of a sequence, with a block of rows of the state S [P, N] in registers. The next state is exp(G_L) S plus a
-product that does not depend on S, so the chain between chunks is short, and the pipeline loads ahead.
+`step_vectors_kernel` computes the steps and decays of all chunks in parallel, and `group_products_kernel` C B^T.
+`ssd_scan_kernel` then walks through the chunks of a sequence, with a block of rows of the state S [P, N] in registers,
+and writes the state before each chunk. The next state is exp(G_L) S plus a product that does not depend on S, so the
+chain between chunks is short. `ssd_outputs_kernel` computes y of all chunks in parallel.
 
 The gradient of the state follows the same recurrence from the last chunk to the first one, where dy takes the place of
-x, C that of B, and exp(G) that of the weights of the writes:
+x, C that of B, and exp(G) that of the weights of the writes, so one kernel computes both:
 
     S'  = exp(G_L) S + (exp(G_L - G) s x)^T B
     dS  = exp(G_L) dS' + (exp(G) dy)^T C
-
-Therefore one kernel computes both. Because y is computed in the scan, forward never writes the states, which take as
-many bytes as x for N = 64 and more for larger ones.
 
 Shapes: H heads of P features, K groups of B and C with N features, C = 64 tokens of a chunk, M chunks in total, S
 sequences or samples.
@@ -25,6 +23,7 @@ from tigon.ops.mixers.delta_rule_kernels import (
     pair_decays,
     rows_of_chunk,
     saturate,
+    square_offsets,
     store_tile,
 )
 from tigon.ops.mixers.log_decay import softplus
@@ -88,20 +87,40 @@ def step_vectors_kernel(
     tl.store(vectors + LOG_DECAY * CHUNK, log_decay, is_head[None, :])
 
 
+@triton.jit(do_not_specialize=["T", "chunks", "state_width"])
+def group_products_kernel(
+    b_ptr, c_ptr, chunks_ptr, products_ptr,  # rows, rows, [M, 3] or None, [M, K, C, C] fp32
+    T, chunks, state_width, stride_b, stride_c,
+    K: tl.constexpr, STATE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute C B^T of one chunk of one group. All heads of the group share it."""
+    chunk, group = tl.program_id(0) // K, tl.program_id(0) % K
+    sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
+    if sample < 0:
+        return
+    products = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for start in tl.range(0, state_width, BLOCK_N, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_N)
+        b = load_tile(b_ptr + group * STATE_SIZE, first, end, stride_b, STATE_SIZE, cols)
+        c = load_tile(c_ptr + group * STATE_SIZE, first, end, stride_c, STATE_SIZE, cols)
+        products = tl.dot(c, tl.trans(b), products, input_precision="ieee")
+    place = chunk.to(tl.int64) * K + group
+    tl.store(products_ptr + place * (CHUNK * CHUNK) + square_offsets(), products)
+
+
 @triton.jit(do_not_specialize=["T", "chunks"])
 def ssd_scan_kernel(
-    x_ptr, b_ptr, c_ptr, vectors_ptr, weights_ptr,  # rows, rows, rows, [M, H, 4, C], [H, P] fp32 or None
-    initial_ptr, bounds_ptr, starts_ptr,  # [S, H, P, N] fp32 or None, [S + 1] or None, [S] or None
-    y_ptr, last_ptr, states_ptr,  # rows, [S, H, P, N] fp32, [M, H, P, N]; each may be None
-    T, chunks, stride_x, stride_b, stride_c,
+    x_ptr, b_ptr, vectors_ptr, initial_ptr,  # rows, rows, [M, H, 4, C], [S, H, P, N] fp32 or None
+    bounds_ptr, starts_ptr, last_ptr, states_ptr,  # [S + 1] or None, [S] or None, [S, H, P, N] or None, [M, H, P, N]
+    T, chunks, stride_x, stride_b,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, STATE_SIZE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, IS_GRADIENT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of rows of the states, and of columns of y, for one head of one sequence.
+    """Compute a block of rows of the state before each chunk and of the last state, in fp32, for one head of a
+    sequence.
 
-    `states` gets the state before each chunk. `IS_GRADIENT` computes the gradient of the state from dy and C in place
-    of x and B: `initial` is then the gradient of the last state, `states` gets the gradient after each chunk, and
-    `last` that of the first state.
+    `IS_GRADIENT` computes the gradient of the state from dy and C in place of x and B: `initial` is then the gradient
+    of the last state, `states` gets the gradient after each chunk, and `last` that of the first state.
     """
     blocks: tl.constexpr = (SIZE + BLOCK_P - 1) // BLOCK_P
     block, pid = tl.program_id(0) % blocks, tl.program_id(0) // blocks
@@ -125,26 +144,60 @@ def ssd_scan_kernel(
         place = (first_chunk + i) * HEADS + head
         x = load_tile(x_ptr, row, end, stride_x, SIZE, cols)
         b = load_tile(b_ptr, row, end, stride_b, STATE_SIZE, state_cols)
-        vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
-        total = tl.load(vectors + TOTAL * CHUNK)
-        last_total = tl.load(vectors_ptr + place * (VECTORS * CHUNK) + (TOTAL * CHUNK + CHUNK - 1))
+        vectors = vectors_ptr + place * (VECTORS * CHUNK)
+        last_total = tl.load(vectors + (TOTAL * CHUNK + CHUNK - 1))
         rounded_state = saturate(state, x_ptr).to(dtype)
-        if states_ptr is not None:
-            tl.store(states_ptr + place * (SIZE * STATE_SIZE) + state_offsets, rounded_state, state_mask)
-        if y_ptr is not None:
-            c = load_tile(c_ptr + head // GROUPS * STATE_SIZE, row, end, stride_c, STATE_SIZE, state_cols)
-            scores = tl.dot(c, tl.trans(b), input_precision="ieee") * pair_decays(total)
-            scores = saturate(scores * tl.load(vectors + STEP * CHUNK)[None, :], x_ptr).to(dtype)
-            y = tl.exp(total)[:, None] * tl.dot(c, tl.trans(rounded_state), input_precision="ieee")
-            y = tl.dot(scores, x, y, input_precision="ieee")
-            if weights_ptr is not None:
-                y += tl.load(weights_ptr + head * SIZE + cols, cols < SIZE, 0.0)[None, :] * x
-            store_tile(y_ptr + head * SIZE, y, row, end, HEADS * SIZE, SIZE, cols)
+        tl.store(states_ptr + place * (SIZE * STATE_SIZE) + state_offsets, rounded_state, state_mask)
         if IS_GRADIENT:
-            weight = tl.exp(total)
+            weight = tl.exp(tl.load(vectors + TOTAL * CHUNK + index))
         else:
-            weight = tl.load(vectors + WRITE * CHUNK)
+            weight = tl.load(vectors + WRITE * CHUNK + index)
         weighted_x = saturate(weight[:, None] * x, x_ptr).to(dtype)
         state = tl.dot(tl.trans(weighted_x), b, tl.exp(last_total) * state, input_precision="ieee")
     if last_ptr is not None:
         tl.store(last_ptr + state_place + state_offsets, state, state_mask)
+
+
+@triton.jit
+def load_state(ptr, SIZE: tl.constexpr, STATE_SIZE: tl.constexpr, rows, cols):
+    """Return a block of a state [P, N]."""
+    offsets = rows[:, None] * STATE_SIZE + cols[None, :]
+    if ((rows.shape[0] - 1) & SIZE) == 0 and ((cols.shape[0] - 1) & STATE_SIZE) == 0:
+        tile = tl.load(ptr + offsets)
+    else:
+        tile = tl.load(ptr + offsets, (rows[:, None] < SIZE) & (cols[None, :] < STATE_SIZE), 0.0)
+    return tile
+
+
+@triton.jit(do_not_specialize=["T", "chunks", "state_width"])
+def ssd_outputs_kernel(
+    x_ptr, c_ptr, vectors_ptr, products_ptr, states_ptr,  # rows, rows, [M, H, 4, C], [M, K, C, C], [M, H, P, N]
+    weights_ptr, chunks_ptr, y_ptr,  # [H, P] fp32 or None, [M, 3] or None, rows
+    T, chunks, state_width, stride_x, stride_c,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, STATE_SIZE: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute y of one chunk of one head."""
+    chunk, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    sample, first, end = rows_of_chunk(chunks_ptr, chunk, T, chunks)
+    if sample < 0:
+        return
+    place = chunk.to(tl.int64) * HEADS + head
+    cols = tl.arange(0, BLOCK_P)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    y = tl.zeros([CHUNK, BLOCK_P], tl.float32)
+    for start in tl.range(0, state_width, BLOCK_N, num_stages=STAGES):
+        state_cols = start + tl.arange(0, BLOCK_N)
+        c = load_tile(c_ptr + head // GROUPS * STATE_SIZE, first, end, stride_c, STATE_SIZE, state_cols)
+        state = load_state(states_ptr + place * (SIZE * STATE_SIZE), SIZE, STATE_SIZE, cols, state_cols)
+        y = tl.dot(c, tl.trans(state), y, input_precision="ieee")
+    vectors = vectors_ptr + place * (VECTORS * CHUNK) + tl.arange(0, CHUNK)
+    total = tl.load(vectors + TOTAL * CHUNK)
+    products = chunk.to(tl.int64) * (HEADS // GROUPS) + head // GROUPS
+    scores = tl.load(products_ptr + products * (CHUNK * CHUNK) + square_offsets()) * pair_decays(total)
+    scores = saturate(scores * tl.load(vectors + STEP * CHUNK)[None, :], x_ptr).to(dtype)
+    x = load_tile(x_ptr + head * SIZE, first, end, stride_x, SIZE, cols)
+    y = tl.dot(scores, x, tl.exp(total)[:, None] * y, input_precision="ieee")
+    if weights_ptr is not None:
+        y += tl.load(weights_ptr + head * SIZE + cols, cols < SIZE, 0.0)[None, :] * x
+    store_tile(y_ptr + head * SIZE, y, first, end, HEADS * SIZE, SIZE, cols)

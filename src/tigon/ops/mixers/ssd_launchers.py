@@ -12,7 +12,13 @@ from tigon.ops.mixers.kernel_check import compare_results, move, passes_check
 from tigon.ops.mixers.ssd_chunks import SSDGradients, SSDInputs, SSDOptions, chunked_backward, chunked_forward
 from tigon.ops.mixers.ssd_config import SSDConfig, choose_config, split_count
 from tigon.ops.mixers.ssd_gradient_kernels import PARTS, ssd_group_gradients_kernel, ssd_head_gradients_kernel
-from tigon.ops.mixers.ssd_kernels import VECTORS, ssd_scan_kernel, step_vectors_kernel
+from tigon.ops.mixers.ssd_kernels import (
+    VECTORS,
+    group_products_kernel,
+    ssd_outputs_kernel,
+    ssd_scan_kernel,
+    step_vectors_kernel,
+)
 from tigon.runtime.device import cdiv, next_power_of_2
 from tigon.runtime.launch import in_order, launch, launcher
 
@@ -43,6 +49,16 @@ class _Launch(ChunkLaunch):
             HEADS=self.heads, BLOCK_H=HEAD_BLOCK, APPLIES_SOFTPLUS=options.applies_softplus, num_warps=4,
         )  # fmt: skip
 
+        self.products = x.new_empty((self.total_chunks, self.groups, CHUNK, CHUNK), dtype=torch.float32)
+        launch(
+            group_products_kernel, self.total_chunks * self.groups,
+            *in_order(group_products_kernel)(
+                **self.arguments("b", "c"), chunks_ptr=self.list, products_ptr=self.products,
+                state_width=self.state_size,
+            ),
+            K=self.groups, STATE_SIZE=self.state_size, BLOCK_N=min(64, self.block_n), STAGES=1, num_warps=4,
+        )  # fmt: skip
+
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes that all kernels of chunks take."""
@@ -50,30 +66,39 @@ class _Launch(ChunkLaunch):
             "HEADS": self.heads, "GROUPS": self.heads // self.groups, "SIZE": self.size, "STATE_SIZE": self.state_size
         }  # fmt: skip
 
-    def scan(
-        self, x: str, b: str, initial: Tensor | None, y: Tensor | None = None, last: Tensor | None = None,
-        states: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Write y, the last states and those before all chunks, or their gradients if x is "dy"."""
-        arguments = self.arguments(x, b, "c")
-        # In the gradient, dy takes the place of x, and C that of B.
-        arguments |= {"x_ptr": arguments.pop(f"{x}_ptr"), "stride_x": arguments.pop(f"stride_{x}")}
-        arguments |= {"b_ptr": self.rows[f"{b}_ptr"], "stride_b": self.strides[f"stride_{b}"]}
-        config = self.config
+    @property
+    def blocks(self) -> dict[str, int]:
+        """The features of a head, and the features of a state that the kernels of one chunk compute at a time."""
+        return {"BLOCK_P": max(16, next_power_of_2(self.size)), "BLOCK_N": self.config.gradient_block_n}
+
+    def scan(self, x: str, b: str, initial: Tensor | None, last: Tensor | None) -> Tensor:
+        """Write the last states. Return the states before all chunks, or their gradients if x is "dy" and b is "c"."""
+        arguments, config = self.arguments(x, b), self.config
+        names = {f"{x}_ptr": "x_ptr", f"stride_{x}": "stride_x", f"{b}_ptr": "b_ptr", f"stride_{b}": "stride_b"}
+        arguments = {names.get(name, name): value for name, value in arguments.items()}
+        states = self.like.new_empty((self.total_chunks, self.heads, self.size, self.state_size))
         launch(
             ssd_scan_kernel, self.samples * self.heads * cdiv(self.size, config.scan_block_p),
             *in_order(ssd_scan_kernel)(
-                **arguments, vectors_ptr=self.vectors, weights_ptr=self.weights,
+                **arguments, vectors_ptr=self.vectors,
                 initial_ptr=None if initial is None else initial.float().contiguous(),
-                bounds_ptr=self.bounds, starts_ptr=self.starts, y_ptr=y, last_ptr=last, states_ptr=states,
+                bounds_ptr=self.bounds, starts_ptr=self.starts, last_ptr=last, states_ptr=states,
             ),
             **self.sizes, BLOCK_P=config.scan_block_p, BLOCK_N=self.block_n, IS_GRADIENT=x == "dy",
             STAGES=config.scan_stages, num_warps=config.scan_warps,
         )  # fmt: skip
+        return states
 
-    def chunk_states(self) -> Tensor:
-        """Allocate one state of each chunk and head, in the dtype of x."""
-        return self.like.new_empty((self.total_chunks, self.heads, self.size, self.state_size))
+    def outputs(self, states: Tensor, y: Tensor) -> None:
+        """Write y, given the states before all chunks."""
+        launch(
+            ssd_outputs_kernel, self.total_chunks * self.heads,
+            *in_order(ssd_outputs_kernel)(
+                **self.arguments("x", "c"), vectors_ptr=self.vectors, products_ptr=self.products, states_ptr=states,
+                weights_ptr=self.weights, chunks_ptr=self.list, y_ptr=y, state_width=self.state_size,
+            ),
+            **self.sizes, **self.blocks, STAGES=1, num_warps=self.config.gradient_warps,
+        )  # fmt: skip
 
     def group_gradients(self, states: Tensor, dstates: Tensor, dB: Any, dC: Any) -> Tensor:
         """Write dB and dC. Return the parts of dg that `ssd_group_gradients_kernel` computes."""
@@ -90,8 +115,7 @@ class _Launch(ChunkLaunch):
                 **self.arguments("x", "b", "c", "dy"), vectors_ptr=self.vectors, states_ptr=states, dstates_ptr=dstates,
                 chunks_ptr=self.list, parts_ptr=parts, db_ptr=sums[0], dc_ptr=sums[1], rows=rows,
             ),
-            **self.sizes, SPLITS=splits, BLOCK_P=max(16, next_power_of_2(self.size)), BLOCK_N=block, STAGES=1,
-            num_warps=self.config.gradient_warps,
+            **self.sizes, **self.blocks, SPLITS=splits, STAGES=1, num_warps=self.config.gradient_warps,
         )  # fmt: skip
         if splits > 1:
             for total, part in zip((dB, dC), sums, strict=True):
@@ -106,14 +130,13 @@ class _Launch(ChunkLaunch):
         launch(
             ssd_head_gradients_kernel, self.total_chunks * self.heads,
             *in_order(ssd_head_gradients_kernel)(
-                **self.arguments("x", "dt", "b", "c", "dy"), **self.limits, rates_ptr=self.rates, bias_ptr=self.bias,
-                weights_ptr=self.weights, vectors_ptr=self.vectors, dstates_ptr=dstates, parts_ptr=parts,
-                chunks_ptr=self.list, dx_ptr=dx, ddt_ptr=ddt, drates_ptr=drates, dweights_ptr=dweights,
+                **self.arguments("x", "dt", "b", "dy"), **self.limits, rates_ptr=self.rates, bias_ptr=self.bias,
+                products_ptr=self.products, weights_ptr=self.weights, vectors_ptr=self.vectors, dstates_ptr=dstates,
+                parts_ptr=parts, chunks_ptr=self.list, dx_ptr=dx, ddt_ptr=ddt, drates_ptr=drates, dweights_ptr=dweights,
                 state_width=self.state_size,
             ),
-            **self.sizes, PART_BLOCKS=parts.shape[2], BLOCK_P=max(16, next_power_of_2(self.size)),
-            BLOCK_N=self.config.gradient_block_n, APPLIES_SOFTPLUS=self.options.applies_softplus, STAGES=1,
-            num_warps=self.config.gradient_warps,
+            **self.sizes, **self.blocks, PART_BLOCKS=parts.shape[2], APPLIES_SOFTPLUS=self.options.applies_softplus,
+            PRECISION=self.config.precision, STAGES=1, num_warps=self.config.gradient_warps,
         )  # fmt: skip
         return drates.sum(0), None if dweights is None else dweights.sum(0)
 
@@ -140,7 +163,8 @@ def ssd_forward(like: Tensor, inputs: SSDInputs, options: SSDOptions) -> tuple[T
 
 def _launch_forward(inputs: SSDInputs, options: SSDOptions, config: SSDConfig) -> tuple[Tensor, Tensor]:
     y, last_states = _empty_forward(inputs.x, inputs, options)
-    _Launch(inputs, options, config).scan("x", "b", inputs.initial_states, y=y, last=last_states)
+    run = _Launch(inputs, options, config)
+    run.outputs(run.scan("x", "b", inputs.initial_states, last_states), y)
     return y, last_states
 
 
@@ -169,11 +193,9 @@ def _launch_backward(
     dx, ddt, _, dB, dC, dD, ddt_bias, dinitial = results
     run = _Launch(inputs, options, config)
     run.add_rows("dy", dy)
-    states, dstates = run.chunk_states(), run.chunk_states()
     # The states are in fp32 in the kernels.
     dfirst = None if dinitial is None else torch.empty_like(dinitial, dtype=torch.float32)
-    run.scan("x", "b", inputs.initial_states, states=states)
-    run.scan("dy", "c", dlast_states, states=dstates, last=dfirst)
+    states, dstates = run.scan("x", "b", inputs.initial_states, None), run.scan("dy", "c", dlast_states, dfirst)
     parts = run.group_gradients(states, dstates, dB, dC)
     drates, dweights = run.head_gradients(dstates, parts, dx, ddt)
     if dD is not None and dweights is not None:
