@@ -1,8 +1,9 @@
-"""Compare functions of a model's file with the ops of linear recurrences: two delta rules, a causal convolution.
+"""Compare functions of a model's file with the ops of linear recurrences: rules, a scan, a causal convolution.
 
     o, state = chunk_gated_delta_rule(q, k, v, g=g, beta=beta, initial_state=None, output_final_state=False,
                                       use_qk_l2norm_in_kernel=True)   # q, k [B, T, H, Dk], v [B, T, H, Dv]
     o, state = chunk_kimi_delta_attention(...)                        # the same, but g is [B, T, H, Dk]
+    y = mamba2_chunk_scan(x, dt, A, B, C, chunk_size, D=D, dt_bias=bias, ...)   # x [B, T, H, P], B, C [B, T, K, N]
     y = causal_conv1d_fn(x, weight, bias, activation="silu")          # x [B, C, T], weight [C, K]
 
 The results agree up to the order of sums: within 1e-5 of the largest value in fp32, and in half precision the op must
@@ -25,6 +26,7 @@ from torch import Tensor
 from tigon.ops.mixers.causal_conv1d import causal_conv1d_reference
 from tigon.ops.mixers.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
 from tigon.ops.mixers.kda import kda, kda_reference
+from tigon.ops.mixers.ssd import ssd, ssd_reference
 from tigon.recognition.guards.guard import FunctionGuard
 from tigon.recognition.parts.comparison import LOGGER, is_as_exact
 from tigon.recognition.probing.standin import BF16, FP16, FP32, describe, gradients, normal, probing, same_gradients
@@ -39,6 +41,9 @@ from tigon.runtime.weak_cache import cached_weakly
 LIVE = ("is_torchdynamo_exporting",)
 ACTIVATIONS = ("silu", "swish")
 RULE_OPTIONS = {"scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "cu_seqlens", "chunk_size"}
+SCAN_TENSORS = ("dt", "A", "B", "C")
+SCAN_OPTIONS = ("D", "dt_bias", "initial_states", "dt_softplus", "dt_limit", "return_final_states")
+# A dtype of the input of a convolution and one of its weight.
 Pair = tuple[torch.dtype, torch.dtype]
 CONVOLUTION_ARGUMENTS = ("weight", "bias", "activation")
 DIFFERENT = "computes something else than the op"
@@ -68,13 +73,29 @@ class ConvolutionForm:
         return "causal convolution"
 
 
-def form_of(function: types.FunctionType) -> RuleForm | ConvolutionForm | None:
+@dataclass(frozen=True)
+class ScanForm:
+    """The state space dual of Mamba-2."""
+
+    # The name of x [B, T, H, P].
+    x: str
+
+    def __str__(self) -> str:
+        return "state space dual"
+
+
+Form = RuleForm | ScanForm | ConvolutionForm
+
+
+def form_of(function: types.FunctionType) -> Form | None:
     """Return the form that the names of a function's arguments suggest; None for any other function."""
     parameters = inspect.signature(function).parameters
     names = [p.name for p in parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     tensors, options = tuple(names[:5]), set(names[5:])
     if tensors[3:] == ("g", "beta") and [name[:1] for name in tensors[:3]] == ["q", "k", "v"]:
         return RuleForm(tensors) if {"initial_state", "output_final_state"} <= options <= RULE_OPTIONS else None
+    if tensors[1:] == SCAN_TENSORS:
+        return ScanForm(names[0]) if options == {"chunk_size", *SCAN_OPTIONS} else None
     return ConvolutionForm(names[0]) if tuple(names[1:]) == CONVOLUTION_ARGUMENTS else None
 
 
@@ -94,7 +115,7 @@ def watch(function: types.FunctionType) -> FunctionGuard:
     return FunctionGuard(function, LIVE, texts=ACTIVATIONS)
 
 
-def recognise_function(function: types.FunctionType) -> RuleForm | ConvolutionForm | str | None:
+def recognise_function(function: types.FunctionType) -> Form | str | None:
     """Return the form that computes what a function computes, the reason why there is none, or None if not similar."""
     if form_of(function) is None:
         return None
@@ -111,17 +132,21 @@ def recognise_function(function: types.FunctionType) -> RuleForm | ConvolutionFo
 
 
 @cached_weakly
-def _recognise(function: types.FunctionType, state: tuple) -> tuple[RuleForm | ConvolutionForm | str, Trials]:
+def _recognise(function: types.FunctionType, state: tuple) -> tuple[Form | str, Trials]:
     """Return the form of a function and the comparisons that found it. `state` is the fingerprint of its reach."""
     form = form_of(function)
     assert form is not None
     # A rule may take either kind of g. The reason is that of the first one.
-    forms = (form, replace(form, has_feature_decay=True)) if isinstance(form, RuleForm) else (form,)
+    forms: tuple[Form, ...] = (form,)
+    if isinstance(form, RuleForm):
+        forms = form, replace(form, has_feature_decay=True)
     reasons: list[str] = []
     with recording() as trials, probing():
         for form in forms:
             try:
                 if isinstance(form, RuleForm) and _compare_rule(function, form):
+                    return form, trials
+                if isinstance(form, ScanForm) and _compare_scan(function, form):
                     return form, trials
                 if isinstance(form, ConvolutionForm) and _compare_convolution(function, form):
                     return _with_mixed_dtypes(function, form), trials
@@ -191,6 +216,67 @@ def _rule_calls(
     options |= {} if scale is None else {"scale": scale}
     stock = lambda q, k, v, g, beta: function(q, k, v, g=g, beta=beta, **options, use_qk_l2norm_in_kernel=norm)
     return stock, lambda *inputs: rule(*inputs, **options, use_qk_l2norm=norm)
+
+
+# --- the state space dual -------------------------------------------------------------------------
+
+# Batch, length, heads of x and their size, groups of B and C and their size, and the tokens of a stock chunk.
+_SCANS = (2, 5, 2, 16, 1, 8, 16), (2, 70, 4, 8, 2, 16, 32), (1, 200, 2, 64, 1, 128, 128)
+
+
+def _scan_inputs(seed: int, sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """Return x, dt, A, B, C, D and the bias of dt. Some steps clear the state, and some leave it as it is."""
+    batch, length, heads, size, groups, state_size, _ = sizes
+    x, dt = normal(seed, batch, length, heads, size), normal(seed + 1, batch, length, heads)
+    dt.view(-1)[::7], dt.view(-1)[3::11] = -30.0, 30.0
+    B, C = (normal(seed + 2 + i, batch, length, groups, state_size) * state_size**-0.25 for i in range(2))
+    A, D, bias = -normal(seed + 4, heads).exp(), normal(seed + 5, heads), normal(seed + 6, heads)
+    return [x.to(dtype), dt.to(dtype), A, B.to(dtype), C.to(dtype), D, bias]
+
+
+def _compare_scan(function: types.FunctionType, form: ScanForm) -> bool:
+    """Return True if a function has the outputs, the states and the gradients of the op."""
+    limits = (0.0, float("inf")), (0.1, 2.0)
+    cases = [
+        *itertools.product(_SCANS[:1], (False, True), (False, True), limits, (FP32, BF16, FP16)),
+        *itertools.product(_SCANS[1:2], (False, True), (True,), limits, (FP32, BF16)),
+        (_SCANS[2], False, True, limits[0], FP32),
+    ]
+    for seed, (sizes, has_states, applies_softplus, limit, dtype) in enumerate(cases):
+        batch, _, heads, size, _, state_size, _ = sizes
+        states = normal(10 * seed + 7, batch, heads, size, state_size) if has_states else None
+        options = {"dt_limit": limit, "dt_softplus": applies_softplus, "initial_states": states}
+        inputs = _scan_inputs(10 * seed, sizes, dtype)
+        # Steps without a softplus must not be negative.
+        inputs[1] = inputs[1] if applies_softplus else inputs[1].abs()
+        if not _agrees(form, inputs, *_scan_calls(function, sizes, options | {"return_final_states": has_states})):
+            return False
+    inputs = _scan_inputs(7, _SCANS[1], FP32)
+    return all(
+        _has_gradients_of(form, inputs[:count], *_scan_calls(function, _SCANS[1], {"dt_softplus": True}))
+        for count in (5, 7)
+    )
+
+
+def _scan_calls(
+    function: Callable, sizes: tuple[int, ...], options: dict[str, Any]
+) -> tuple[Callable[..., tuple], Callable[..., tuple]]:
+    """Return the function and the op with these options, as functions of x, dt, A, B, C and perhaps D and the bias.
+
+    The stock function returns y in fp32. The op returns it in the dtype of x, as the kernels of mamba-ssm do.
+    """
+    # On the CPU, the op takes a fraction of the time of its reference for long inputs.
+    op = ssd_reference if sizes is _SCANS[0] or runs_kernels(torch.empty(0)) else ssd
+
+    def call(compute: Callable, x: Tensor, dt: Tensor, *others: Tensor, **more: Any) -> tuple:
+        A, B, C, *parameters = others
+        named = dict(zip(("D", "dt_bias"), parameters, strict=False))
+        result = compute(x, dt, A, B, C, **named, **options, **more)
+        y, *states = result if isinstance(result, tuple) else (result,)
+        return y.to(x.dtype), *states
+
+    stock = lambda *inputs: call(function, *inputs, chunk_size=sizes[-1])
+    return stock, lambda *inputs: call(op, *inputs)
 
 
 # --- the convolution ---------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from tigon.ops.mixers.delta_rule_chunks import DeltaInputs
 from tigon.ops.mixers.delta_rule_config import fits_kernels
 from tigon.ops.mixers.gated_delta_rule import gated_delta_rule
 from tigon.ops.mixers.kda import kda
+from tigon.ops.mixers.ssd import ssd
 from tigon.recognition.guards.guard import FunctionGuard
 from tigon.recognition.parts.functions import (
     FunctionsRecipe,
@@ -34,8 +35,11 @@ from tigon.recognition.parts.functions import (
 from tigon.recognition.parts.mixer_functions import (
     ACTIVATIONS,
     CONVOLUTION_ARGUMENTS,
+    SCAN_OPTIONS,
+    SCAN_TENSORS,
     ConvolutionForm,
     RuleForm,
+    ScanForm,
     form_of,
     ignores_other_arguments,
     recognise_function,
@@ -148,11 +152,16 @@ class FusedRule(FusedMixerFunction):
         q, k, v, g, beta = inputs
         op = kda if self.form.has_feature_decay else gated_delta_rule
         o, state = op(q, k, v, g, beta, **options, cu_seqlens=boundaries)
-        if boundaries is not None and state is not None:
-            # The op returns the state of each sample. The last sample of each row leaves the state of the row.
-            ends = torch.arange(1, shape[0] + 1, dtype=boundaries.dtype, device=boundaries.device) * shape[1]
-            state = state[torch.searchsorted(boundaries, ends) - 1]
-        return o.reshape(shape), state
+        return o.reshape(shape), _states_of_rows(state, boundaries, shape)
+
+
+def _states_of_rows(states: Any, boundaries: Tensor | None, shape: torch.Size) -> Any:
+    """Return the last states of the rows of a batch [B, T, ...], given those of their samples."""
+    if boundaries is None or states is None:
+        return states
+    # The last sample of each row leaves the state of the row.
+    ends = torch.arange(1, shape[0] + 1, dtype=boundaries.dtype, device=boundaries.device) * shape[1]
+    return states[torch.searchsorted(boundaries, ends) - 1]
 
 
 def _lacks_kernels(inputs: list[Any]) -> bool:
@@ -187,6 +196,50 @@ def _is_rule(inputs: list[Any], form: RuleForm, state: Any, copies: int) -> bool
     # On the CPU, the op refuses a decay that grows, which the function computes.
     is_decay = g.device.type != "cpu" or torch.compiler.is_compiling() or bool((g <= 0).all())
     return fits and is_decay and len({x.device for x in (*inputs, *([] if state is None else [state]))}) == 1
+
+
+class FusedScan(FusedMixerFunction):
+    """Runs `ssd` in place of a function. y has the dtype of x, as that of the kernels of mamba-ssm."""
+
+    form: ScanForm
+
+    def compute(self, arguments: dict[str, Any]) -> Any:
+        inputs: list[Any] = [arguments.get(name) for name in (self.form.x, *SCAN_TENSORS)]
+        options = {name: arguments.get(name) for name in SCAN_OPTIONS}
+        options |= {name: bool(options[name]) for name in ("dt_softplus", "return_final_states")}
+        boundaries, shape = arguments["cu_seqlens"], getattr(inputs[0], "shape", None)
+        is_resumed = options["initial_states"] is not None
+        if not _is_scan(inputs, options) or (boundaries is not None and is_resumed):
+            return None
+        x, dt, A, B, C = inputs
+        if boundaries is not None:
+            x, dt, B, C = (tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in (x, dt, B, C))
+        result = ssd(x, dt, A, B, C, **options, cu_seqlens=boundaries)
+        if not options["return_final_states"]:
+            return result.reshape(shape)
+        return result[0].reshape(shape), _states_of_rows(result[1], boundaries, shape)
+
+
+def _is_scan(inputs: list[Any], options: dict[str, Any]) -> bool:
+    """Return True if the op accepts these tensors and options."""
+    D, bias, states, limit = (options[name] for name in ("D", "dt_bias", "initial_states", "dt_limit"))
+    tensors = [*inputs, *(each for each in (D, bias, states) if each is not None)]
+    if any(type(each) not in PLAIN or each.dtype not in KERNEL_DTYPES for each in tensors):
+        return False
+    x, dt, A, B, C = inputs
+    if x.dim() != 4 or B.dim() != 4 or not x.numel() or not B.numel() or x.shape[2] % B.shape[2]:
+        return False
+    if not (x.dtype == B.dtype == C.dtype and C.shape == B.shape and B.shape[:2] == x.shape[:2] == dt.shape[:2]):
+        return False
+    vectors = [each for each in (A, D, bias) if each is not None]
+    if dt.shape != x.shape[:3] or any(each.shape != x.shape[2:3] for each in vectors):
+        return False
+    if states is not None and tuple(states.shape) != (x.shape[0], *x.shape[2:], B.shape[3]):
+        return False
+    is_limit = isinstance(limit, (tuple, list)) and len(limit) == 2 and 0 <= limit[0] <= limit[1]
+    # On the CPU, the op refuses a decay that grows, which the function computes.
+    is_decay = A.device.type != "cpu" or torch.compiler.is_compiling() or bool((A <= 0).all())
+    return is_limit and is_decay and len({each.device for each in tensors}) == 1
 
 
 class FusedConvolution(FusedMixerFunction):
@@ -224,7 +277,7 @@ class MixerRecipe(FunctionsRecipe):
     """The stock forward of a class of mixers, with ops in place of its rule and its convolution."""
 
     part = "mixers"
-    is_recurrent, required_form = True, RuleForm
+    is_recurrent, required_form = True, (RuleForm, ScanForm)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         caches = [kwargs[name] for name in CACHES if kwargs.get(name) is not None]
@@ -253,7 +306,8 @@ class MixerRecipe(FunctionsRecipe):
         return watch(function)
 
     def fuse(self, form: Any, scope: dict[str, Any], name: str, guard: FunctionGuard) -> FusedFunction:
-        return (FusedRule if isinstance(form, RuleForm) else FusedConvolution)(scope, name, form, guard)
+        classes = {RuleForm: FusedRule, ScanForm: FusedScan, ConvolutionForm: FusedConvolution}
+        return classes[type(form)](scope, name, form, guard)
 
 
 def _is_empty(cache: Any, module: nn.Module) -> bool:
@@ -286,5 +340,5 @@ def _names_in(node: ast.AST) -> set[str]:
 
 
 def recognise_mixer(module: nn.Module) -> Any:
-    """Recognise a module whose forward calls a delta rule. A convolution is replaced only together with a rule."""
+    """Recognise a module whose forward calls a rule or a scan. A convolution is replaced only together with these."""
     return recognise_functions(module, MixerRecipe, lambda value, _: recognise_function(computed_function(value)))
