@@ -45,6 +45,23 @@ def _delta_rule(case: Case) -> Run:
     return run
 
 
+def _ssd(case: Case) -> Run:
+    """Load what transformers runs without other packages. It has no packed samples, so they are computed one by one."""
+    from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan as function
+
+    def run(x: Tensor, dt: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        rates, keys, queries, weights, bias, *bounds = others
+        lengths = bounds[0].diff().tolist() if bounds else [x.shape[1]]
+        samples = zip(*(tensor.split(lengths, 1) for tensor in (x, dt, keys, queries)), strict=True)
+        outputs = [
+            function(x, dt, rates, keys, queries, chunk_size=128, D=weights, dt_bias=bias, **case.options)
+            for x, dt, keys, queries in samples
+        ]
+        return (torch.cat(outputs, 1).to(x.dtype),)
+
+    return run
+
+
 def _moe_mlp(case: Case) -> Run:
     """Compute one expert after the other in place. `torch.where` waits for the device once for each expert."""
 
@@ -86,7 +103,7 @@ def _linear_cross_entropy(case: Case) -> Run:
 
 
 EAGER: dict[str, Callable[[Case], Run]] = {
-    "gated_delta_rule": _delta_rule, "kda": _delta_rule, "moe_mlp": _moe_mlp,
+    "gated_delta_rule": _delta_rule, "kda": _delta_rule, "ssd": _ssd, "moe_mlp": _moe_mlp,
     "load_balancing_loss": _load_balancing_loss, "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
 }  # fmt: skip

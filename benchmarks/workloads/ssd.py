@@ -1,7 +1,7 @@
 """The workload of the state space dual of Mamba-2.
 
-Sizes: B batch, T tokens, M packed samples of each sequence (1: not packed), H heads, P features of a head, K groups of B
-and C, N features of the state.
+Sizes: B batch, T tokens, M packed samples of each sequence (1: not packed), H heads, P features of a head, K groups of
+B and C, N features of the state.
 """
 
 from typing import Any

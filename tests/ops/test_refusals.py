@@ -231,6 +231,13 @@ ACCEPTED_BY_OP: dict[tuple[str, str], set[str]] = {
             "cu_seqlens": OPTIONAL,
         }.items()
     },
+    **{("ssd", name): FLOAT for name in ("dt", "A")},
+    **{("ssd", name): FLOAT | OPTIONAL for name in ("D", "dt_bias")},
+    # A head of x with one feature more.
+    ("ssd", "x"): {"one element more"},
+    **{("ssd", name): OPTIONAL for name in ("z", "initial_states", "cu_seqlens")},
+    ("ssd", "chunk_size"): {"int", "None"},
+    ("ssd", "dt_limit"): set(),
     ("glu_mlp", "gate_scale"): NUMBER,
     ("glu_mlp", "output_scale"): NUMBER,
     ("glu_mlp", "limit"): POSITIVE | OPTIONAL,

@@ -37,7 +37,11 @@ def tiny(op, **options):
 
 
 GEMMA = {"offset": 1.0, "rounding": "after_weight"}
-OPTIONS = {"geglu": {"approximate": "tanh"}, "load_balancing_loss": {"num_experts": 24, "top_k": 3}}
+OPTIONS = {
+    "geglu": {"approximate": "tanh"},
+    "load_balancing_loss": {"num_experts": 24, "top_k": 3},
+    "ssd": {"dt_softplus": True},
+}
 CASES = [tiny(op, **OPTIONS.get(op, {})) for op in OPS]
 CASES += [tiny(op, **GEMMA) for op in ("rms_norm", "add_rms_norm", "qk_norm_rope")]
 CASES += [
@@ -91,7 +95,7 @@ def test_every_op_has_tigon_eager_code_and_compiled_code_first():
 def test_every_op_of_models_is_compared_with_liger():
     # Liger's losses of log-probabilities do not return them. Liger has no MLPs of two layers, no gated norms, no
     # convolution, no recurrences, and no loss of routers.
-    others = {"linear_log_probs", "gelu", "gated_rms_norm", "causal_conv1d", "gated_delta_rule", "kda"}
+    others = {"linear_log_probs", "gelu", "gated_rms_norm", "causal_conv1d", "gated_delta_rule", "kda", "ssd"}
     others |= {"load_balancing_loss", "fp8_linear", "lora_linear", "lora_moe_mlp"}
     for op in OPS.keys() - others:
         assert "liger" in [provider.name for provider in PROVIDERS[op]], op

@@ -51,6 +51,12 @@ def _gated_delta_rule(draw: Draw, b: int, t: int, hk: int, hv: int, d: int) -> T
     return {"q": q, "k": k, "v": v, "g": -draw(b, t, hv).abs(), "beta": draw(b, t, hv).sigmoid()}
 
 
+def _ssd(draw: Draw, b: int, t: int, h: int, p: int, k: int, n: int) -> Tensors:
+    x, dt, rates = draw(b, t, h, p), draw(b, t, h), -draw(h, dtype=torch.float32).abs()
+    keys, queries = (draw(b, t, k, n, scale=n**-0.25) for _ in range(2))
+    return {"x": x, "dt": dt, "A": rates, "B": keys, "C": queries}
+
+
 def _lora_linear(draw: Draw, t: int, i: int, o: int, r: int) -> Tensors:
     a, b = draw(r, i, scale=i**-0.5, dtype=torch.float32), draw(o, r, scale=r**-0.5, dtype=torch.float32)
     return {"x": draw(t, i), "weight": draw(o, i, scale=i**-0.5), "a": a, "b": b}
@@ -165,6 +171,7 @@ CALLS = (
         "kda", lambda d, b, t, hk, hv, n: _gated_delta_rule(d, b, t, hk, hv, n) | {"g": -d(b, t, hv, n).abs()},
         (1, 70, 2, 2, 16), (1, 4096, 8, 8, 128), ({"use_qk_l2norm": True},), rows_axis=1,
     ),
+    OpCall("ssd", _ssd, (1, 70, 4, 16, 2, 16), (1, 4096, 16, 64, 2, 128), ({"dt_softplus": True},), rows_axis=1),
     OpCall("swiglu", _same_size("gate", "up"), *_MLP),
     OpCall("geglu", _same_size("gate", "up"), *_MLP, ({}, {"approximate": "tanh"})),
     OpCall("gelu", _same_size("x"), *_MLP, ({}, {"approximate": "tanh"}, {"approximate": "sigmoid"})),

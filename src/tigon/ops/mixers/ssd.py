@@ -143,11 +143,11 @@ def _check(inputs: SSDInputs, z: Tensor | None) -> None:
     if dt_bias is not None:
         checks.shape(_OP, "dt_bias", dt_bias, (heads,))
     checks.same(_OP, "dtype", x=x, B=B, C=C, z=z)
-    checks.same(_OP, "device", **inputs._asdict(), z=z)
     if cu_seqlens is not None:
         check_bounds(_OP, cu_seqlens, x.shape[1])
         if x.shape[0] != 1:
             raise ValueError(f"{_OP}: packed samples must be one sequence, B = 1, got B = {x.shape[0]}")
+    checks.same(_OP, "device", **inputs._asdict(), z=z)
     if initial_states is not None:
         checks.shape(_OP, "initial_states", initial_states, (samples_of(x, cu_seqlens), heads, size, state_size))
 
