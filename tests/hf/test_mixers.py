@@ -20,10 +20,14 @@ from tigon.recognition.parts import mixers  # noqa: E402
 GATED = "gated_delta_rule", "causal convolution; gated delta rule"
 KDA = "kda", "causal convolution; Kimi Delta Attention"
 # The rule of each type, and what the report says.
-RULES = {**dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), GATED), "kimi_linear": KDA}
-# The mixer of qwen3_5_moe_text is that of qwen3_5_text, and the one of qwen3_next resembles it. The reference of Kimi
-# Delta Attention takes seconds, and test_all_types.py trains its model in `make test`.
-SLOW = "qwen3_5_moe_text", "kimi_linear", "qwen3_next"
+RULES = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), GATED), "kimi_linear": KDA,
+    **dict.fromkeys(("nemotron_h", "falcon_h1", "mamba2"), ("ssd", "causal convolution; state space dual")),
+}  # fmt: skip
+# The mixer of qwen3_5_moe_text is that of qwen3_5_text, and the one of qwen3_next resembles it, as those of falcon_h1 and
+# mamba2 resemble that of nemotron_h. The reference of Kimi Delta Attention takes seconds, and test_all_types.py trains
+# its model in `make test`.
+SLOW = "qwen3_5_moe_text", "kimi_linear", "qwen3_next", "falcon_h1", "mamba2"
 TYPES = [pytest.param(name, marks=[pytest.mark.thorough] * (name in SLOW)) for name in RULES]
 TOKENS = torch.randint(3, VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.cat([torch.arange(9), torch.arange(7)])[None]
@@ -42,7 +46,7 @@ def op_calls(monkeypatch) -> list[str]:
         op = getattr(mixers, name)
         monkeypatch.setattr(mixers, name, lambda *args, **kwargs: recorded.append(name) or op(*args, **kwargs))
 
-    for name in ("gated_delta_rule", "kda", "causal_conv1d"):
+    for name in ("gated_delta_rule", "kda", "ssd", "causal_conv1d"):
         count(name)
     return recorded
 

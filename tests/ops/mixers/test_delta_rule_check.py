@@ -1,5 +1,7 @@
 """The self-check of the kernels of the delta rules, and what computes a rule whose kernels are wrong."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,21 +14,27 @@ from tigon.ops.mixers.delta_rule_config import DeltaConfig, DeltaProblem, choose
 from tigon.ops.mixers.delta_rule_launchers import DeltaVariant
 from tigon.runtime.device import device_of
 
-# Training, decoding with a state, and packed samples.
-VARIANTS = {
-    "training": DeltaVariant(16, 2, True, False, False, None), "states": DeltaVariant(16, 2, True, True, True, None),
-    "packed": DeltaVariant(16, 1, False, False, False, torch.int32),
-    "packed states": DeltaVariant(16, 2, True, True, True, torch.int64),
-    "kda": DeltaVariant(16, 1, True, False, False, None, has_feature_decay=True),
-    "kda, packed states": DeltaVariant(16, 2, True, True, True, torch.int64, has_feature_decay=True),
-}  # fmt: skip
+STATES = {"groups": 2, "has_initial_state": True, "has_last_state": True}
+# The properties in which the calls differ from a training step.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "training": {"groups": 2},
+    "states": STATES,
+    "packed": {"normalises": False, "bounds_dtype": torch.int32},
+    "packed states": {**STATES, "bounds_dtype": torch.int64},
+    "kda": {"has_feature_decay": True},
+    "kda, packed states": {**STATES, "bounds_dtype": torch.int64, "has_feature_decay": True},
+}
 
 
-def check_kernels(variant: DeltaVariant) -> bool:
+def check_kernels(properties: dict[str, Any]) -> bool:
     """Run the self-check with the launch parameters of a small problem."""
     like = torch.empty(1, 1, 1, 32, dtype=DTYPES[-1], device=DEVICE)
-    problem = DeltaProblem(32, variant.value_size, False, variant.has_feature_decay)
-    return delta_rule_launchers.check_kernels(like, variant, DeltaConfig.choose(problem, device_of(like)))
+    problem = DeltaProblem(32, 16, False, properties.get("has_feature_decay", False))
+    training = DeltaVariant(
+        size=32, value_size=16, groups=1, normalises=True, has_initial_state=False, has_last_state=False,
+        bounds_dtype=None, config=DeltaConfig.choose(problem, device_of(like)),
+    )  # fmt: skip
+    return delta_rule_launchers.check_kernels(like, training._replace(**properties))
 
 
 @pytest.mark.kernels
@@ -64,21 +72,6 @@ def test_the_self_check_of_a_variant_launches_the_kernels_of_this_variant(monkey
     assert list(optional) == ["bounds_ptr"]
     assert check_kernels(VARIANTS["packed states"])
     assert len(optional) == 4
-
-
-def test_a_self_check_without_memory_has_no_verdict(monkeypatch):
-    def lack_memory(*arguments):
-        raise torch.OutOfMemoryError
-
-    inputs = DeltaInputs(**{name: x.detach() for name, x in make_inputs(tokens=3).items()}, cu_seqlens=None)
-    monkeypatch.setattr(delta_rule_launchers, "launch_forward", lack_memory)
-    monkeypatch.setattr(delta_rule_launchers, "choose_config", lambda inputs: None)
-    monkeypatch.setattr(delta_rule_launchers, "may_wait", lambda: True)
-    monkeypatch.setattr(delta_rule_launchers, "_verdicts", {})
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
-    with pytest.raises(torch.OutOfMemoryError):
-        delta_rule_launchers.checked_config(inputs, True, True)
-    assert not delta_rule_launchers._verdicts
 
 
 @pytest.mark.kernels

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 import tigon
-from op_cases import DEVICE, assert_refused
+from op_cases import DEVICE, DTYPES, assert_refused
+from tigon.ops.mixers import kernel_check, ssd_launchers
 from tigon.ops.mixers.ssd import ssd_reference
 from tigon.ops.mixers.ssd_chunks import SSDInputs, SSDOptions, chunked_backward, chunked_forward
+from tigon.ops.mixers.ssd_config import SSDConfig, split_count
+from tigon.runtime.device import device_of
 
 OPTIONS = {"dt_softplus": True, "return_final_states": True}
 # The groups of B and C, and the heads of x.
@@ -60,6 +63,67 @@ def test_chunks_compute_the_recurrence(tokens, heads):
             torch.testing.assert_close(x, expected[name], rtol=1e-9, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
 
 
+# The number of tokens, the groups of B and C and the heads of x, and their sizes.
+KERNEL_CASES = {
+    "a chunk": (64, (1, 1), (16, 16)),
+    "a tail, groups, odd sizes": (70, (2, 6), (24, 40)),
+    "many heads of a group": (65, (1, 34), (16, 16)),
+    "large states": (66, (1, 1), (16, 200)),
+}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("case", KERNEL_CASES.values(), ids=KERNEL_CASES)
+@pytest.mark.parametrize("options", [{}, {"dt_limit": (0.3, 0.8)}], ids=["no limits", "limits"])
+def test_kernels_compute_the_recurrence(case, options):
+    """The error of every result is at most that of rounding a few factors."""
+    tokens, heads, sizes = case
+    inputs = make_inputs(tokens=tokens, heads=heads, sizes=sizes, has_wide_d=not options, dtype=DTYPES[-1])
+    wide = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+    actual, exact = (results_of(f, x, **options) for f, x in ((tigon.ssd, inputs), (ssd_reference, wide)))
+    for name, x in actual.items():
+        error, size = (y.double().norm().item() for y in (x.double() - exact[name], exact[name]))
+        assert error <= 4 * torch.finfo(DTYPES[-1]).eps * size, (name, error / size)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("is_broken", [False, True], ids=["right kernels", "a wrong kernel"])
+@pytest.mark.parametrize("bounds_dtype", [None, torch.int32], ids=["one sample", "packed"])
+def test_the_self_check_finds_a_wrong_kernel(is_broken, bounds_dtype, monkeypatch):
+    if is_broken:
+        launch = ssd_launchers.launch
+
+        def launch_twice_the_products(kernel, grid, *arguments, **constants):
+            launch(kernel, grid, *arguments, **constants)
+            if kernel is ssd_launchers.group_products_kernel:
+                arguments[kernel.arg_names.index("products_ptr")].mul_(2)
+
+        monkeypatch.setattr(ssd_launchers, "launch", launch_twice_the_products)
+    like = torch.empty(1, 1, 2, 16, dtype=DTYPES[-1], device=DEVICE)
+    config = SSDConfig.choose((16, 16), device_of(like))
+    variant = ssd_launchers.SSDVariant(16, 16, 2, True, True, True, True, True, bounds_dtype, config)
+    assert ssd_launchers.check_kernels(like, variant) is not is_broken
+
+
+def test_a_check_without_memory_has_no_verdict(monkeypatch):
+    def lack_memory():
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(kernel_check, "may_wait", lambda: True)
+    monkeypatch.setattr(kernel_check, "_verdicts", {})
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
+    check = functools.partial(kernel_check.compare_results, torch.device("cpu"), lack_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        kernel_check.passes_check("ssd", torch.zeros(1), (), check)
+    assert not kernel_check._verdicts
+    assert not kernel_check.passes_check("ssd", torch.zeros(1), (), lambda: False)
+    assert list(kernel_check._verdicts.values()) == [False]
+
+
+def test_heads_of_a_group_are_split_evenly():
+    assert [split_count(n) for n in (1, 16, 17, 24, 48, 128)] == [1, 1, 17, 2, 3, 8]
+
+
 @pytest.mark.no_interpreter("torch computes the op.")
 def test_chunks_compute_what_transformers_computes():
     module = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
@@ -92,10 +156,10 @@ BOUNDS = (0, 5, 69, 69, 133, 150)
 PARAMETERS = ("A", "D", "dt_bias")
 
 
-@pytest.mark.no_interpreter("torch computes the op.")
-def test_packed_samples_equal_separate_ones_bit_for_bit():
+@pytest.mark.parametrize("dtype", [torch.float32, DTYPES[-1]], ids=["torch", "kernels"])
+def test_packed_samples_equal_separate_ones_bit_for_bit(dtype):
     count = len(BOUNDS) - 1
-    inputs = make_inputs(tokens=BOUNDS[-1], samples=count)
+    inputs = make_inputs(tokens=BOUNDS[-1], samples=count, dtype=dtype)
     # The bits of torch's SiLU on a CPU depend on the place of an element in its tensor.
     del inputs["z"]
     dy, dstates = torch.randn_like(inputs["x"]), torch.randn_like(inputs["initial_states"])
@@ -123,6 +187,21 @@ def test_malformed_bounds_make_all_results_nan(bounds):
     results = (
         *chunked_forward(inputs, options),
         *chunked_backward(torch.ones_like(inputs.x), torch.ones_like(inputs.initial_states), inputs, options),
+    )
+    for x in results:
+        assert x.isnan().all()
+
+
+@pytest.mark.kernels
+def test_malformed_bounds_make_all_results_of_kernels_nan():
+    tensors = {n: x.detach() for n, x in make_inputs(samples=3, dtype=DTYPES[-1]).items() if n != "z"}
+    inputs = SSDInputs(**tensors, cu_seqlens=torch.tensor((0, 50, 20, 70), device=DEVICE))
+    options = SSDOptions(True, 0.0, torch.inf, True)
+    results = (
+        *ssd_launchers.ssd_forward(inputs.x, inputs, options),
+        *ssd_launchers.ssd_backward(
+            torch.ones_like(inputs.x), torch.ones_like(inputs.initial_states, dtype=torch.float32), inputs, options
+        ),
     )
     for x in results:
         assert x.isnan().all()

@@ -208,7 +208,7 @@ def _launch_backward(
 # --- the self-check ------------------------------------------------------------------------------
 
 
-class _Variant(NamedTuple):
+class SSDVariant(NamedTuple):
     """The properties of a call for which Triton compiles kernels of their own."""
 
     size: int
@@ -227,14 +227,14 @@ class _Variant(NamedTuple):
 
 def _is_checked(inputs: SSDInputs, options: SSDOptions, has_last_states: bool, config: SSDConfig) -> bool:
     x, _, _, B, _, D, dt_bias, initial_states, bounds = inputs
-    variant = _Variant(
+    variant = SSDVariant(
         x.shape[3], B.shape[3], x.shape[2] // B.shape[2], options.applies_softplus, D is not None, dt_bias is not None,
         initial_states is not None, has_last_states, None if bounds is None else bounds.dtype, config,
     )  # fmt: skip
     return passes_check("ssd", x, variant, lambda: check_kernels(x, variant))
 
 
-def _draw_check(dtype: torch.dtype, variant: _Variant) -> tuple[SSDInputs, Tensor, Tensor | None]:
+def _draw_check(dtype: torch.dtype, variant: SSDVariant) -> tuple[SSDInputs, Tensor, Tensor | None]:
     """Return inputs on the CPU, and the gradients of y and of the last states."""
     size, state_size, heads, tokens = variant.size, variant.state_size, variant.groups, 2 * CHUNK + 5
     generator = torch.Generator(device="cpu").manual_seed(0)
@@ -254,7 +254,7 @@ def _draw_check(dtype: torch.dtype, variant: _Variant) -> tuple[SSDInputs, Tenso
     return inputs, dy, dlast if variant.has_last_states else None
 
 
-def check_kernels(like: Tensor, variant: _Variant) -> bool:
+def check_kernels(like: Tensor, variant: SSDVariant) -> bool:
     """Return whether the kernels compute what `ssd_chunks` computes: full chunks, a tail, and all gradients."""
     options = SSDOptions(variant.applies_softplus, 0.0, math.inf, variant.has_last_states)
 
