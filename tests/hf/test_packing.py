@@ -69,7 +69,7 @@ def hooks(model) -> int:
 
 
 def test_copies_warn_and_the_last_restore_removes_the_hook():
-    model = tiny_model("bamba").train()
+    model = tiny_model("lfm2_moe").train()
     report = tigon.patch(model)
     (note,) = [note for note in report.notes if note.startswith("packed samples")]
     assert next(iter(recurrent_layers([*model.modules()], model_facts(model)).values())) in note
@@ -86,7 +86,7 @@ def test_copies_warn_and_the_last_restore_removes_the_hook():
     assert hooks(model) == 0
 
 
-@pytest.mark.parametrize("model_type", ["rwkv", "bamba", "minimax", "lfm2_moe"])
+@pytest.mark.parametrize("model_type", ["rwkv", "jamba", "minimax", "lfm2_moe"])
 @pytest.mark.sampled(4)
 def test_the_report_names_the_recurrent_layers(model_type):
     model = tiny_model(model_type).train()

@@ -63,7 +63,11 @@ def separated_layers(body: nn.Module, layers: dict[nn.Module, str]) -> dict[nn.M
         for name, child in parent.named_children():
             parts = [*child.children()] if isinstance(child, nn.ModuleList) else [child]
             parts = [part for part in parts if not layers.keys().isdisjoint(part.modules())]
-            if not parts or not isinstance(forward, types.FunctionType) or not passes_boundaries(forward, {name}):
+            if (
+                not parts
+                or not isinstance(forward, types.FunctionType)
+                or not passes_boundaries(forward, {name}, parent)
+            ):
                 continue
             waiting += [part for part in parts if part not in layers]
             for part in parts:

@@ -78,7 +78,7 @@ class FunctionsRecipe(RewrittenForward):
     # True for a linear recurrence: its ops take heads that the forward repeats for them, and one op computes its decay.
     is_recurrent = False
     # The class of the forms without which the forward stays as it is.
-    required_form: ClassVar[type] = object
+    required_form: ClassVar[type | tuple[type, ...]] = object
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ import functools
 import inspect
 import types
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -316,10 +317,12 @@ def _is_empty(cache: Any, module: nn.Module) -> bool:
     return not (has_state(getattr(module, "layer_idx", None)) if callable(has_state) else has_state)
 
 
-def passes_boundaries(forward: types.FunctionType, names: set[str]) -> bool:
-    """Return True if a forward calls things of these names, or items of such lists, and always passes boundaries."""
+def passes_boundaries(forward: types.FunctionType, names: set[str], module: nn.Module | None = None) -> bool:
+    """Return True if a forward calls functions or children with these names, and always passes boundaries on. If a name
+    is that of a list, the forward calls its items, for example in a loop. Branches for other kinds of a layer than
+    `module`, such as `if self.block_type == "mlp"`, do not count."""
     try:
-        nodes = list(ast.walk(definition_of(forward)))
+        nodes = list(_walk(definition_of(forward), module))
     except NotReadable:
         return False
     # The variable of a loop stands for the items.
@@ -328,6 +331,18 @@ def passes_boundaries(forward: types.FunctionType, names: set[str]) -> bool:
     calls = [node for node in nodes if isinstance(node, ast.Call) and _name_of(node.func) in names]
     passes = lambda call: any(keyword.arg in (None, *BOUNDARIES) for keyword in call.keywords)
     return bool(calls) and all(map(passes, calls))
+
+
+def _walk(node: ast.AST, module: nn.Module | None) -> Iterator[ast.AST]:
+    """Yield a node and all nodes below it, but not the branches that a module never takes."""
+    yield node
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.If):
+        match node.test:
+            case ast.Compare(ast.Attribute(ast.Name("self"), name), [ast.Eq()], [ast.Constant(value)]) if module:
+                children = node.body if getattr(module, name, None) == value else node.orelse  # type: ignore[assignment]
+    for child in children:
+        yield from _walk(child, module)
 
 
 def _name_of(node: ast.AST) -> str | None:
