@@ -46,7 +46,10 @@ class SSDConfig(LaunchConfig):
             scan_block_p=min(64 if device.arch == "sm_90" else 32, block_p),
             scan_warps=warps if is_large else 4,
             scan_stages=stages,
-            gradient_block_n=min(64, max(16, next_power_of_2(problem.state_size))),
+            # 64 columns would spill registers on Ampere and Ada.
+            gradient_block_n=min(
+                32 if device.arch.startswith("sm_8") else 64, max(16, next_power_of_2(problem.state_size))
+            ),
             gradient_warps=4 if block_p <= 64 else warps,
             precision="tf32" if device.arch.startswith("sm_") else "ieee",
         )

@@ -11,7 +11,12 @@ from tigon.ops.mixers.chunks import CHUNK, samples_of
 from tigon.ops.mixers.kernel_check import compare_results, move, passes_check
 from tigon.ops.mixers.ssd_chunks import SSDGradients, SSDInputs, SSDOptions, chunked_backward, chunked_forward
 from tigon.ops.mixers.ssd_config import SSDConfig, choose_config, split_count
-from tigon.ops.mixers.ssd_gradient_kernels import PARTS, ssd_group_gradients_kernel, ssd_head_gradients_kernel
+from tigon.ops.mixers.ssd_gradient_kernels import (
+    PARTS,
+    ssd_group_gradients_kernel,
+    ssd_step_gradients_kernel,
+    ssd_value_gradients_kernel,
+)
 from tigon.ops.mixers.ssd_kernels import (
     VECTORS,
     group_products_kernel,
@@ -22,8 +27,11 @@ from tigon.ops.mixers.ssd_kernels import (
 from tigon.runtime.device import cdiv, next_power_of_2
 from tigon.runtime.launch import in_order, launch, launcher
 
-# A program of `step_vectors_kernel` computes this many heads.
+# A program of the kernels of steps computes this many heads.
 HEAD_BLOCK = 16
+# A program of `ssd_value_gradients_kernel` computes at most this many features of a head. Its registers do not hold
+# more.
+VALUE_BLOCK = 64
 
 
 class _Launch(ChunkLaunch):
@@ -123,20 +131,30 @@ class _Launch(ChunkLaunch):
         return parts
 
     def head_gradients(self, dstates: Tensor, parts: Tensor, dx: Any, ddt: Any) -> tuple[Tensor, Tensor | None]:
-        """Write dx and ddt. Return dA and ddt_bias as [H, 2], and dD as [H, P] if there is a D."""
-        places = self.total_chunks, self.heads
-        new = lambda *shape: self.like.new_empty(shape, dtype=torch.float32)
-        drates, dweights = new(*places, 2), None if self.weights is None else new(*places, self.size)
+        """Write dx and ddt. Return dA and ddt_bias as [2, H], and dD as [H, P] if there is a D."""
+        blocks = self.blocks | {"BLOCK_P": min(VALUE_BLOCK, self.blocks["BLOCK_P"])}
+        count = cdiv(self.size, blocks["BLOCK_P"])
+        new = lambda *shape: self.like.new_empty((self.total_chunks, *shape), dtype=torch.float32)
+        value_parts, drates = new(self.heads, count, 2, CHUNK), new(2, self.heads)
+        dweights = None if self.weights is None else new(self.heads, self.size)
         launch(
-            ssd_head_gradients_kernel, self.total_chunks * self.heads,
-            *in_order(ssd_head_gradients_kernel)(
-                **self.arguments("x", "dt", "b", "dy"), **self.limits, rates_ptr=self.rates, bias_ptr=self.bias,
-                products_ptr=self.products, weights_ptr=self.weights, vectors_ptr=self.vectors, dstates_ptr=dstates,
-                parts_ptr=parts, chunks_ptr=self.list, dx_ptr=dx, ddt_ptr=ddt, drates_ptr=drates, dweights_ptr=dweights,
-                state_width=self.state_size,
+            ssd_value_gradients_kernel, self.total_chunks * self.heads * count,
+            *in_order(ssd_value_gradients_kernel)(
+                **self.arguments("x", "b", "dy"), products_ptr=self.products, weights_ptr=self.weights,
+                vectors_ptr=self.vectors, dstates_ptr=dstates, chunks_ptr=self.list, dx_ptr=dx,
+                value_parts_ptr=value_parts, dweights_ptr=dweights, state_width=self.state_size,
             ),
-            **self.sizes, **self.blocks, PART_BLOCKS=parts.shape[2], APPLIES_SOFTPLUS=self.options.applies_softplus,
-            PRECISION=self.config.precision, STAGES=1, num_warps=self.config.gradient_warps,
+            **self.sizes, **blocks, PRECISION=self.config.precision, STAGES=1, num_warps=self.config.gradient_warps,
+        )  # fmt: skip
+        launch(
+            ssd_step_gradients_kernel, self.total_chunks * cdiv(self.heads, HEAD_BLOCK),
+            *in_order(ssd_step_gradients_kernel)(
+                **self.arguments("dt"), **self.limits, rates_ptr=self.rates, bias_ptr=self.bias,
+                vectors_ptr=self.vectors, chunks_ptr=self.list, parts_ptr=parts, value_parts_ptr=value_parts,
+                ddt_ptr=ddt, drates_ptr=drates,
+            ),
+            HEADS=self.heads, BLOCK_H=HEAD_BLOCK, N_BLOCKS=parts.shape[2], P_BLOCKS=count,
+            APPLIES_SOFTPLUS=self.options.applies_softplus, num_warps=4,
         )  # fmt: skip
         return drates.sum(0), None if dweights is None else dweights.sum(0)
 
@@ -200,9 +218,9 @@ def _launch_backward(
     drates, dweights = run.head_gradients(dstates, parts, dx, ddt)
     if dD is not None and dweights is not None:
         dD = (dweights.sum(-1) if dD.dim() == 1 else dweights).to(dD.dtype)
-    ddt_bias = None if ddt_bias is None else drates[:, 1].to(ddt_bias.dtype)
+    ddt_bias = None if ddt_bias is None else drates[1].to(ddt_bias.dtype)
     dinitial = None if dinitial is None else move(dfirst, dinitial.dtype)
-    return SSDGradients(dx, ddt, drates[:, 0].to(inputs.A.dtype), dB, dC, dD, ddt_bias, dinitial)
+    return SSDGradients(dx, ddt, drates[0].to(inputs.A.dtype), dB, dC, dD, ddt_bias, dinitial)
 
 
 # --- the self-check ------------------------------------------------------------------------------
