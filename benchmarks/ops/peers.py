@@ -201,22 +201,6 @@ def fla_delta_rule(case: Case) -> Run:
     return run
 
 
-def mamba_scan(case: Case) -> Run:
-    function = import_path("mamba_ssm.ops.triton.ssd_combined:mamba_chunk_scan_combined")
-    refuse_other_options(case, "dt_softplus")
-
-    def run(x: Tensor, dt: Tensor, *others: Tensor) -> tuple[Tensor]:
-        rates, keys, queries, weights, bias, *bounds = others
-        sample = None
-        if bounds:
-            tokens = torch.arange(x.shape[1], device=x.device, dtype=bounds[0].dtype)
-            sample = torch.searchsorted(bounds[0], tokens, right=True)[None].int()
-        options = {"D": weights, "dt_bias": bias, "seq_idx": sample, **case.options}
-        return (function(x, dt, rates, keys, queries, chunk_size=256, **options),)
-
-    return run
-
-
 def convolution(load: Callable[[], Callable[..., Tensor]]) -> Loader:
     """Return the loader of a convolution with SiLU of x [B, C, T], a weight and a bias."""
 

@@ -40,7 +40,7 @@ class Provider:
 
     @property
     def needs_gpu(self) -> bool:
-        return self.name in ("liger", "liger-cute", "quack", "fla", "mamba-ssm", "causal-conv1d", "cce", "trl")
+        return self.name in ("liger", "liger-cute", "quack", "fla", "causal-conv1d", "cce", "trl")
 
 
 def tigon_provider(op: str, package: ModuleType = tigon, name: str = "tigon") -> Provider:
@@ -132,7 +132,6 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
     "gated_rms_norm": (Provider("fla", peers.fla_gated_rms_norm),),
     "gated_delta_rule": (Provider("fla", peers.fla_delta_rule, note="keys and queries repeated"),),
     "kda": (Provider("fla", peers.fla_delta_rule),),
-    "ssd": (Provider("mamba-ssm", peers.mamba_scan),),
     "layer_norm": (_liger(peers.call("liger_kernel.ops:LigerLayerNormFunction.apply", 1e-5)), _cute("layer_norm")),
     # Liger's rope overwrites q, k and the upstream gradients.
     "rope": (_liger(peers.liger_rope, "q", "k", "upstream"), Provider("quack", peers.quack_rope)),

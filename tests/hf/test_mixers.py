@@ -24,9 +24,9 @@ RULES = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), GATED), "kimi_linear": KDA,
     **dict.fromkeys(("nemotron_h", "falcon_h1", "mamba2"), ("ssd", "causal convolution; state space dual")),
 }  # fmt: skip
-# The mixer of qwen3_5_moe_text is that of qwen3_5_text, and the one of qwen3_next resembles it, as those of falcon_h1 and
-# mamba2 resemble that of nemotron_h. The reference of Kimi Delta Attention takes seconds, and test_all_types.py trains
-# its model in `make test`.
+# The mixer of qwen3_5_moe_text is that of qwen3_5_text, and the one of qwen3_next resembles it, as those of falcon_h1
+# and mamba2 resemble that of nemotron_h. The reference of Kimi Delta Attention takes seconds, and test_all_types.py
+# trains its model in `make test`.
 SLOW = "qwen3_5_moe_text", "kimi_linear", "qwen3_next", "falcon_h1", "mamba2"
 TYPES = [pytest.param(name, marks=[pytest.mark.thorough] * (name in SLOW)) for name in RULES]
 TOKENS = torch.randint(3, VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(0))

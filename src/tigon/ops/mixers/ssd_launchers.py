@@ -175,7 +175,7 @@ def ssd_forward(like: Tensor, inputs: SSDInputs, options: SSDOptions) -> tuple[T
     config = choose_config(inputs)
     if not _is_checked(inputs, options, options.returns_states, config):
         y, last_states = chunked_forward(inputs, options)
-        return y, last_states  # type: ignore[return-value]
+        return y, last_states
     return _launch_forward(inputs, options, config)
 
 

@@ -206,16 +206,17 @@ class FusedScan(FusedMixerFunction):
 
     def compute(self, arguments: dict[str, Any]) -> Any:
         inputs: list[Any] = [arguments.get(name) for name in (self.form.x, *SCAN_TENSORS)]
-        options = {name: arguments.get(name) for name in SCAN_OPTIONS}
+        options: dict[str, Any] = {name: arguments.get(name) for name in SCAN_OPTIONS}
         options |= {name: bool(options[name]) for name in ("dt_softplus", "return_final_states")}
-        boundaries, shape = arguments["cu_seqlens"], getattr(inputs[0], "shape", None)
+        boundaries = arguments["cu_seqlens"]
         is_resumed = options["initial_states"] is not None
         if not _is_scan(inputs, options) or (boundaries is not None and is_resumed):
             return None
         x, dt, A, B, C = inputs
+        shape = x.shape
         if boundaries is not None:
             x, dt, B, C = (tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in (x, dt, B, C))
-        result = ssd(x, dt, A, B, C, **options, cu_seqlens=boundaries)
+        result: Any = ssd(x, dt, A, B, C, **options, cu_seqlens=boundaries)
         if not options["return_final_states"]:
             return result.reshape(shape)
         return result[0].reshape(shape), _states_of_rows(result[1], boundaries, shape)
