@@ -24,8 +24,7 @@ def _inputs(make: InputMaker) -> Inputs:
     x, upstream = make.normal(b, t, heads, size), make.normal(b, t, heads, size)
     keys, queries = (make.normal(b, t, groups, state_size).mul_(state_size**-0.25) for _ in range(2))
     rates = -1.0 - torch.arange(heads, dtype=torch.float32, device=make.device) % 16
-    weights = 1 + 0.1 * make.normal(heads, dtype=torch.float32)
-    bias = make.normal(heads, dtype=torch.float32) - 3
+    weights, bias = 1 + 0.1 * make.normal(heads), make.normal(heads) - 3
     tensors = {
         "x": x, "dt": make.normal(b, t, heads), "A": rates, "B": keys, "C": queries, "D": weights, "dt_bias": bias
     }  # fmt: skip
@@ -42,11 +41,15 @@ def _call(function: Any, *tensors: Tensor, **options: Any) -> Any:
     return function(x, dt, rates, keys, queries, D=weights, dt_bias=bias, **options)
 
 
-def _reference(*tensors: Tensor, **options: Any) -> Any:
-    x = tensors[0]
+def _reference(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor,
+    cu_seqlens: Tensor | None = None, **options: Any,
+) -> Any:  # fmt: skip
     if x.shape[1] <= MAX_SEQUENTIAL_TOKENS:
-        return _call(ssd_reference, *tensors, **options)
-    return _call(ssd, *(y.double() if y.is_floating_point() else y for y in tensors), **options).to(x.dtype)
+        return ssd_reference(x, dt, A, B, C, D=D, dt_bias=dt_bias, cu_seqlens=cu_seqlens, **options)
+    *wide, D, dt_bias = (tensor.double() for tensor in (x, dt, A, B, C, D, dt_bias))
+    y: Any = ssd(*wide, D=D, dt_bias=dt_bias, cu_seqlens=cu_seqlens, **options)
+    return y.to(x.dtype)
 
 
 WORKLOADS = (
