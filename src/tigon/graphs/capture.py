@@ -27,8 +27,6 @@ from tigon.graphs.calls import NotCaptured
 from tigon.runtime.compat.graphs import StorageWeakRef, end_allocation, has_storage, storage_users
 from tigon.runtime.counters import shared_in_capture
 
-# --- memory --------------------------------------------------------------------------------------
-
 
 class Ticket:
     """The right to run the backward of one replayed forward. The autograd node of the call holds it."""
@@ -146,9 +144,6 @@ class GradientPlace:
         return data.view(self.dtype).as_strided(self.shape, self.stride)
 
 
-# --- a pair --------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class Pair:
     """The two graphs of one signature, with their static tensors."""
@@ -214,9 +209,6 @@ class _Replay(torch.autograd.Function):
         ticket.is_used = True
         needed = ctx.needs_input_grad[2:]
         return None, None, *(x if is_needed else None for x, is_needed in zip(gradients, needed, strict=True))
-
-
-# --- capture -------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -37,9 +37,6 @@ from tigon.recognition.replacement import find_replacement, foreign_forward, ins
 LARGE_HEAD = 5
 
 
-# --- models and their layers -----------------------------------------------------------------------
-
-
 def explain_no_lean_block() -> str | None:
     """Enter a block of `lean`. Return the message of the error that it raises; None if it raises none."""
     try:
@@ -103,9 +100,6 @@ def _last_layer(owner: Any) -> nn.Module | None:
     last, head = stacks[0][-1], getattr(owner.get_output_embeddings(), "weight", None)
     size = sum(p.numel() for p in last.parameters())
     return last if head is None or head.numel() <= LARGE_HEAD * size else None
-
-
-# --- switches --------------------------------------------------------------------------------------
 
 
 def layer_calls(model: nn.Module) -> dict[nn.Module, LayerCall]:
@@ -203,9 +197,6 @@ def _change_places(owner: nn.Module, memory: Memory) -> Callable[[], None]:
             call.set_place(place)
 
     return undo
-
-
-# --- calls of the body -----------------------------------------------------------------------------
 
 
 # The names of the argument that holds the cache. The first one is used up to transformers 5.23, and the second one from

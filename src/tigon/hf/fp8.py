@@ -43,9 +43,6 @@ def check_fp8(op: str, fp8: Any, fp8_dw: bool, memory: Memory) -> FP8Settings | 
     return FP8Settings(fp8, fp8_dw, keeps_copies=memory == Memory())
 
 
-# --- structure -----------------------------------------------------------------------------------
-
-
 def _linears(module: nn.Module) -> list[Any]:
     return [m for m in module.modules() if is_linear(m) and not m._modules]
 
@@ -91,9 +88,6 @@ def _parts_of_mixtures(layer: nn.Module) -> dict[nn.Module, str]:
                 if len(linears) == 1 and linears[0].out_features == counts[experts]:
                     reasons[linears[0]] = "a router: its output selects experts"
     return reasons
-
-
-# --- the choice ----------------------------------------------------------------------------------
 
 
 def _explain(layer: Any, recipe: Any) -> str | None:

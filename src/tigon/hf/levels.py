@@ -119,9 +119,6 @@ def _describe_checkpoints(model: nn.Module, memory: Memory, calls: list[LayerCal
     return note
 
 
-# --- blocks of lean --------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class LeanForward:
     """Recipe that runs the forward of the module's class, or another recipe, in a block of `lean`."""
@@ -155,7 +152,7 @@ def _lean_places(model: nn.Module) -> list[nn.Module]:
 
 
 def _make_lean(model: nn.Module, memory: Memory) -> list[Callable[[], None]]:
-    """Let the forwards of the model and its bodies run in `lean`, or not in an earlier patch's; return the undoings."""
+    """Let the model and its bodies run in `lean`, or no longer as after an earlier patch; return the undoings."""
     is_lean, in_all = memory.level == "lean", memory.mlp is True
     undo = [_make_place_lean(place, memory, in_all) for place in _lean_places(model) if is_lean or _has_block(place)]
     # The block of a layer adds its options to the block of the model. The first layers are chosen, because backward
@@ -198,9 +195,6 @@ def warn_of_useless_level(model: nn.Module, stacklevel: int) -> None:
             f"tigon.integrations.trl.enable(memory='{memory}') switches checkpointing off",
             stacklevel=stacklevel,
         )
-
-
-# --- calls of gradient_checkpointing_enable and gradient_checkpointing_disable ----------------------
 
 
 class LevelSwitch:

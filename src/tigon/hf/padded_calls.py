@@ -42,9 +42,6 @@ MOST_NOTES = 8
 _MEDIA = ("image", "audio", "video", "vision", "speech")
 
 
-# --- the facts about a model -----------------------------------------------------------------------
-
-
 def padding_rules(model: Any) -> PaddingRules | str:
     """Return the facts about a model of transformers, or why its calls cannot be padded."""
     if getattr(model.config, "is_encoder_decoder", False):
@@ -116,9 +113,6 @@ def _text_token(config: Any) -> int:
     names = [name for name in vars(config) if "token" in name and any(word in name for word in _MEDIA)]
     media_tokens = {getattr(config, name) for name in names if isinstance(getattr(config, name), int)}
     return next(token for token in range(len(media_tokens) + 1) if token not in media_tokens)
-
-
-# --- the forward -----------------------------------------------------------------------------------
 
 
 class _Running(threading.local):
@@ -200,9 +194,6 @@ def _find_obstacle(model: Any, arguments: dict[str, Any]) -> str | None:
     if isinstance(adapters, dict) and any(getattr(a, "alora_invocation_tokens", None) for a in adapters.values()):
         return "an adapter (aLoRA) counts tokens from the end"
     return None
-
-
-# --- the option ------------------------------------------------------------------------------------
 
 
 def leave_out_mask(body: nn.Module, arguments: dict[str, Any], targets: torch.Tensor) -> dict[str, Any]:

@@ -150,9 +150,6 @@ def disable() -> None:
     _state.memory = None
 
 
-# --- replacing names -------------------------------------------------------------------------------
-
-
 def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Set an attribute of a module or class; return the function that restores it, unless other code has set it."""
     is_own, before = name in vars(owner), vars(owner).get(name)
@@ -187,9 +184,6 @@ def _replace_everywhere(owner: Any, name: str, wrap: Callable[[Callable], Callab
             setattr(module, name, original)
 
     return undo
-
-
-# --- replacements ----------------------------------------------------------------------------------
 
 
 def _wrap_add_fused_lm_head(original: Callable) -> Callable:

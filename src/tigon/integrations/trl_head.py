@@ -54,9 +54,6 @@ ENTROPY_HAS_NO_GRADIENT = (
 SummedLoss = Literal["nll", "dft"]
 
 
-# --- the loss of the running trainer ---------------------------------------------------------------
-
-
 class _TrainerLoss(threading.local):
     """The loss that a trainer computes from the log-probabilities of this thread's calls, if it is a known sum."""
 
@@ -111,9 +108,6 @@ class _SumOfLogProbs(torch.autograd.Function):
         return -factor * valid.sum(), None, None, None, None
 
 
-# --- the weight of the head ------------------------------------------------------------------------
-
-
 class Head(NamedTuple):
     """The weight and the bias of a head, which are read without a call of the layer, as TRL does."""
 
@@ -160,9 +154,6 @@ def gathered(head: Head) -> Iterator[None]:
     hooks = saved_tensors_hooks(pack, unpack) if has_partitions else contextlib.nullcontext()
     with gather(head.weight, head.bias), hooks:
         yield
-
-
-# --- products --------------------------------------------------------------------------------------
 
 
 class LogitOptions(NamedTuple):
@@ -245,9 +236,6 @@ class ChunkedLogProbs:
         with gathered(head):
             results = _log_probs(hidden, head, targets, options, outputs, False, False)
         return tuple(results[name] for name in FIELDS)
-
-
-# --- the forward -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,7 @@ def _assigned_forward(module: nn.Module) -> Callable | None:
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Return True if a call of the module runs code besides the forward of its class, and hooks of DeepSpeed."""
+    """Return True if a call of the module runs code apart from the forward of its class and hooks of DeepSpeed."""
     hooks = (hook for name in HOOK_TABLES for hook in getattr(module, name).values())
     has_hook = has_hooks(module) and not all(map(is_hook_of_deepspeed, hooks))
     return has_hook or _assigned_forward(module) is not None or not has_stock_call(module)

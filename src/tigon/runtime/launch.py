@@ -191,9 +191,6 @@ def _order_function(kernel: Callable) -> Callable[..., tuple]:
     return eval(f"lambda *, {', '.join(names)}: ({', '.join(names.values())},)")
 
 
-# --- the self-check of direct launches -------------------------------------------------------------
-
-
 def _launches_directly(device: int) -> bool:
     """Return whether kernels may be launched directly on the device. For each device, the first call at which the host
     may wait runs the self-check. This function is called only after a launch through Triton, so it costs direct

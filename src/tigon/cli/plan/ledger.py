@@ -104,8 +104,6 @@ class Ledger(DispatchMode):
         super().__exit__(*error)
         self._blocks.close()
 
-    # --- memory ----------------------------------------------------------------------------------
-
     def add(self, nbytes: int) -> None:
         """Add bytes that something other than a tensor allocates; a negative number frees them."""
         self.live += nbytes
@@ -132,8 +130,6 @@ class Ledger(DispatchMode):
         key = storage_id(x.untyped_storage())
         self.live -= self._counted[key]
         self._counted[key] = 0
-
-    # --- operations ------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         # Operations inside of this one are not attention. The check for attention would double the time.
@@ -163,8 +159,6 @@ class Ledger(DispatchMode):
             self.work.traffic += sum(_extent(x) for x in views.values() if x.is_meta)
         return result
 
-    # --- events of Tigon's ops -------------------------------------------------------------------
-
     def count_launch(self, arguments: tuple) -> None:
         """Count the traffic of a kernel that would run."""
         tensors = [x for x in arguments if isinstance(x, Tensor)]
@@ -180,9 +174,6 @@ class Ledger(DispatchMode):
             # Memory of the host is not memory of the GPU.
             self.exclude(copy)
             self.host += host_bytes
-
-
-# --- attention -----------------------------------------------------------------------------------
 
 
 def _autocast(device_type: str, *args: Any, autocast: Any = torch.autocast, **kwargs: Any) -> Any:

@@ -22,8 +22,6 @@ from tigon.ops.mlps.glu import geglu, swiglu
 from tigon.ops.norms.layer_norm import layer_norm
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm
 
-# --- losses ----------------------------------------------------------------------------------------
-
 
 class CrossEntropyOutput(NamedTuple):
     """The loss, and the values that the options of the loss request; the others are None."""
@@ -166,9 +164,6 @@ def vocab_parallel_cross_entropy(
     return losses
 
 
-# --- divergences -----------------------------------------------------------------------------------
-
-
 def check_temperature(name: str, temperature: float) -> None:
     """Refuse a temperature of zero, by which logits cannot be divided."""
     if temperature == 0:
@@ -267,9 +262,6 @@ def liger_tvd(
     return tvd(input, target, reduction=reduction, labels=shift_labels, ignore_index=ignore_index)
 
 
-# --- activations -----------------------------------------------------------------------------------
-
-
 def liger_swiglu(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
     """Return silu(a * gate_multiplier) * b * down_multiplier, by `tigon.swiglu`."""
     product = swiglu(a if gate_multiplier == 1.0 else a * gate_multiplier, b)
@@ -280,8 +272,6 @@ def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
     """Return gelu_tanh(a) * b, by `tigon.geglu`."""
     return geglu(a, b, approximate="tanh")
 
-
-# --- norms -----------------------------------------------------------------------------------------
 
 ROUNDING = {"llama": "before_weight", "gemma": "after_weight", "none": "after_weight"}
 

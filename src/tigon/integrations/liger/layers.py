@@ -11,8 +11,6 @@ from tigon.integrations.liger.signatures import module
 from tigon.integrations.liger.variants import LOSS_OPTIONS, LOSS_RESULTS
 from tigon.ops.mlps.activations import relu2
 
-# --- norms -----------------------------------------------------------------------------------------
-
 
 def _parameter(name: str, init_fn: str, size: int) -> nn.Parameter:
     if init_fn not in ("ones", "zeros"):
@@ -172,9 +170,6 @@ class LigerGroupNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         sizes = self.num_channels, self.num_groups, self.variance_epsilon
         return functional.liger_group_norm(hidden_states, self.weight, self.bias, *sizes)
-
-
-# --- modules without parameters --------------------------------------------------------------------
 
 
 def _check_kl_div(loss: Any) -> None:

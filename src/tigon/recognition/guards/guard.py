@@ -59,7 +59,7 @@ class Guard:
         return guard_holds() if torch.compiler.is_dynamo_compiling() else self.is_same(module)
 
     def holds_for_graph(self, subject: Any, fingerprint: tuple) -> bool:
-        """Return True if a graph traced for `fingerprint` may run. Before each run, the module is not given."""
+        """Return True if a graph traced for `fingerprint` may run. Dynamo asks before each run, without the module."""
         subject = self.subject() if subject is None else subject
         is_same = self.fingerprint is fingerprint or self.fingerprint == fingerprint
         return subject is not None and is_same and self.is_same(subject)

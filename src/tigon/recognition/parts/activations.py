@@ -49,14 +49,14 @@ class _ActivationSubject(Subject):
 
 
 def recognise_relu2(module: nn.Module) -> ActivationRecipe | str | None:
-    """Recognise a squared ReLU without children and parameters. A reason needs some equal results, or such a name."""
+    """Recognise a squared ReLU without children and parameters. Others get a reason for such a name or some results."""
     name = type(module).__name__.lower()
     is_named = "relu2" in name or ("relu" in name and "squared" in name)
     return _recognise_activation(module, ["relu2"], "a squared ReLU", is_named)
 
 
 def recognise_gelu(module: nn.Module) -> ActivationRecipe | str | None:
-    """Recognise a GELU or an approximation, without children and parameters. A reason needs some equal results."""
+    """Recognise a GELU or an approximation without children and parameters. Others get a reason for some results."""
     return _recognise_activation(module, [name for name in FORMULAS if name.startswith("gelu")], "a GELU", False)
 
 

@@ -32,8 +32,6 @@ from tigon.runtime.stock import (
     runs_forward_only,
 )
 
-# --- what a layer computes ---------------------------------------------------------------------------
-
 
 class AdaptedCall(NamedTuple):
     """A layer with adapters whose base is called as a module, because only its own code computes its product."""
@@ -63,9 +61,6 @@ def compute_layers(x: Tensor, layers: Sequence[Projection]) -> tuple[Tensor, ...
     if operand is x:
         return outputs
     return tuple(y.to(output_dtype(layer, x)) for y, layer in zip(outputs, layers, strict=True))
-
-
-# --- reading a layer ---------------------------------------------------------------------------------
 
 
 def _tensors(layer: nn.Module) -> tuple[Any, Any]:
@@ -160,9 +155,6 @@ def read_layer(layer: nn.Module, x: Tensor | TensorLike) -> Projection | Adapted
     return None if adapters is None else _read_base(layer._modules["base_layer"], x, adapters)
 
 
-# --- the recipe --------------------------------------------------------------------------------------
-
-
 class AdapterRecipe:
     """Recipe: read the adapters of a layer of PEFT at every call, and compute its products by an op. A copy of the
     recipe in another process compares the class `cls` of the layer again, before the first call. If the code of the
@@ -246,9 +238,6 @@ def read_projections(x: Tensor, layers: Sequence[nn.Module]) -> list[Projection]
     return projections if any(projection.adapters for projection in projections) else None
 
 
-# --- recognition -------------------------------------------------------------------------------------
-
-
 def recognise_adapters(module: nn.Module) -> AdapterRecipe | ExpertAdapterRecipe | str | None:
     """Recognise a linear layer with low-rank adapters of PEFT, or a wrapper of experts (`parts.expert_adapters`)."""
     if (expert_result := recognise_expert_adapters(module)) is not None:
@@ -269,9 +258,6 @@ def recognise_adapters(module: nn.Module) -> AdapterRecipe | ExpertAdapterRecipe
     if recipe.code.reason is None and not recipe.code.is_that_of(module):
         return f"{DIFFERENT}: a method of its class was replaced on the layer"
     return recipe.code.reason or recipe
-
-
-# --- install -----------------------------------------------------------------------------------------
 
 
 def replaced_modules(layer: nn.Module, recipe: AdapterRecipe | ExpertAdapterRecipe) -> list[nn.Module]:

@@ -43,9 +43,6 @@ METHODS = (
 SMALL_RANK = 3
 
 
-# --- reading the adapters --------------------------------------------------------------------------
-
-
 def wrappers_of(module: nn.Module) -> tuple[list[Any], Any]:
     """Return the wrappers from a module inwards, and the module that the innermost one wraps."""
     wrappers: list[Any] = []
@@ -96,9 +93,6 @@ def read_adapters(wrappers: Sequence[Any], experts: Any) -> AdaptedWeights | Non
     return AdaptedWeights(experts, tuple(adapters[up]), tuple(adapters[down]))
 
 
-# --- the recipe ------------------------------------------------------------------------------------
-
-
 class ExpertAdapterRecipe:
     """Recipe: read the adapters at every call, and let the recipe of the experts compute them."""
 
@@ -146,9 +140,6 @@ def _code_of(cls: type) -> ForwardCode:
     names = [name for name in METHODS if hasattr(cls, name)]
     read = attrgetter(*names)
     return ForwardCode(frozenset(names) - {"forward"}, read, read(cls))
-
-
-# --- recognition -----------------------------------------------------------------------------------
 
 
 def recognise_expert_adapters(module: nn.Module) -> ExpertAdapterRecipe | str | None:

@@ -157,8 +157,6 @@ def _recognise(function: types.FunctionType, state: tuple) -> tuple[Form | str, 
     return reasons[0], trials
 
 
-# --- the delta rules ----------------------------------------------------------------------------
-
 # Batch, length, heads, and the sizes of the heads of keys and values. Stock chunks have 64 tokens.
 _SMALL, _TAIL, _LONG = (2, 5, 2, 16, 8), (2, 70, 2, 16, 8), (1, 200, 1, 128, 128)
 # Each pair says whether q and k are divided by their l2 norms, and how large they are. Small ones show the epsilon.
@@ -217,8 +215,6 @@ def _rule_calls(
     stock = lambda q, k, v, g, beta: function(q, k, v, g=g, beta=beta, **options, use_qk_l2norm_in_kernel=norm)
     return stock, lambda *inputs: rule(*inputs, **options, use_qk_l2norm=norm)
 
-
-# --- the state space dual -------------------------------------------------------------------------
 
 # Batch, length, heads of x and their size, groups of B and C and their size, and the tokens of a stock chunk.
 _SCANS = (2, 5, 2, 16, 1, 8, 16), (2, 70, 4, 8, 2, 16, 32), (1, 200, 2, 64, 1, 128, 128)
@@ -279,9 +275,6 @@ def _scan_calls(
     return stock, lambda *inputs: call(op, *inputs)
 
 
-# --- the convolution ---------------------------------------------------------------------------------
-
-
 def _compare_convolution(
     function: types.FunctionType, form: Any, dtypes: Sequence[Pair] = ((FP32, FP32), (BF16, BF16), (FP16, FP16))
 ) -> bool:
@@ -314,9 +307,6 @@ def _with_mixed_dtypes(function: types.FunctionType, form: ConvolutionForm) -> C
     except Exception:
         LOGGER.debug("%s refuses mixed dtypes", function.__qualname__, exc_info=True)
         return form
-
-
-# --- both --------------------------------------------------------------------------------------------
 
 
 def _agrees(form: Any, inputs: Sequence[Tensor], stock: Callable[..., tuple], op: Callable[..., tuple]) -> bool:

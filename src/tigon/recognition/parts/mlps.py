@@ -56,9 +56,6 @@ READS_WEIGHTS = "its forward reads the weights of its linear layers, besides cal
 RecipeType = TypeVar("RecipeType", GLURecipe, MLPRecipe)
 
 
-# --- stand-ins ---------------------------------------------------------------------------------------
-
-
 class Wiring(NamedTuple):
     """The names of the layers. Without `up`, the output of `gate` contains both factors, or there is no gate."""
 
@@ -191,9 +188,6 @@ class _MLPSubject(Subject):
         for widths in ((24, large, 56), (large, 40, large + 16)) if 32 < large <= 65536 else ():
             wide = replace(self, widths=widths)
             yield wide, wide.inputs(FP32, 2, 2)
-
-
-# --- MLPs --------------------------------------------------------------------------------------------
 
 
 def _compare(subject: _MLPSubject, candidates: Sequence[RecipeType], reach: Reach, different: str) -> RecipeType | str:

@@ -125,9 +125,6 @@ def _multiply(x: Tensor, table: Tensor, heads: int) -> Tensor:
     return torch.view_as_real(pairs * table.unsqueeze(heads)).flatten(3).type_as(x)
 
 
-# --- the arguments of functions ----------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RopeCall:
     """The arguments of a function: one or two tensors to rotate, `cos`, `sin` and arguments with defaults."""
@@ -153,9 +150,6 @@ def takes_complex_table(function: types.FunctionType) -> bool:
     parameters = list(inspect.signature(function).parameters.values())
     has_defaults = any(parameter.default is not parameter.empty for parameter in parameters)
     return len(parameters) == 3 and not has_defaults and parameters[2].name in COMPLEX_TABLES
-
-
-# --- comparison --------------------------------------------------------------------------------------
 
 
 class _Case(NamedTuple):

@@ -43,9 +43,6 @@ from tigon.recognition.rewriting.statements import (
 HEAD_NORMS = "_tigon_head_norms_"
 
 
-# --- patterns --------------------------------------------------------------------------------------
-
-
 class _Match(NamedTuple):
     """The first statements of a block that match a pattern."""
 
@@ -204,8 +201,6 @@ class _Rewriter:
                 setattr(statement, name, self.rewrite_block(block))
 
 
-# --- other uses of a residual ----------------------------------------------------------------------
-
 # Methods that return a tensor with the same values, and attributes that only describe a tensor.
 HARMLESS = frozenset(
     (
@@ -256,8 +251,6 @@ def _other_use(
         return f"{use} may distinguish `{name}` from another tensor with the same values"
     return None
 
-
-# --- functions -------------------------------------------------------------------------------------
 
 # These functions return the local variables of a function. The rewritten function has more local variables.
 FRAME_READERS = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe"))

@@ -26,9 +26,6 @@ class NotReadable(Exception):
     """The source of a function cannot be used. The message is a clause that follows "its forward"."""
 
 
-# --- wrappers --------------------------------------------------------------------------------------
-
-
 def _chain(function: FunctionType) -> list[FunctionType]:
     """Return a function, the function that it wraps, and so on to the innermost."""
     chain = [function]
@@ -110,9 +107,6 @@ def _contents(cell: CellType) -> object:
         return cell.cell_contents
     except ValueError:
         return None
-
-
-# --- source ----------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=64)

@@ -103,8 +103,6 @@ class FunctionWalk:
             self.references.append(value)
         return self.numbers[id(value)], is_new
 
-    # --- functions ---------------------------------------------------------------------------------
-
     def visit_function(self, function: types.FunctionType, path: str) -> None:
         """Read the code of a function. Watch its code, its defaults, its closure and the globals that it names."""
         if is_trusted_function(function):
@@ -250,8 +248,6 @@ class FunctionWalk:
             self.reach.writes.append(f"calls {path}, which does more than compute")
         if name in known.MODES | known.EVASIONS:
             self.refuse(f"reads {path}, on which its result may depend")
-
-    # --- attributes of trusted Python modules ------------------------------------------------------
 
     def visit_links(self, module: Any, facts: CodeFacts, path: str) -> None:
         """Watch the attributes of a trusted Python module, such as torch, that one function may read."""

@@ -35,8 +35,6 @@ RARELY_CALLED = {*CONSTRUCTORS, "__replace__", "__setattr__", "__delattr__", *CO
 class HolderWalk(FunctionWalk):
     """The part of the walk that visits objects with attributes."""
 
-    # --- torch modules -----------------------------------------------------------------------------
-
     def visit_module(self, module: nn.Module, path: str, owner: nn.Module | None) -> None:
         """Visit the module itself if `owner` is None, otherwise a child or a module in a list."""
         if isinstance(module, torch.jit.ScriptModule):
@@ -138,8 +136,6 @@ class HolderWalk(FunctionWalk):
 
         self.holders.append((visit, set()))
 
-    # --- classes and objects -----------------------------------------------------------------------
-
     def visit_class(self, cls: type, path: str) -> None:
         """Visit a class that the code names. The code may construct objects of it."""
         package = package_of(cls.__module__)
@@ -231,8 +227,6 @@ class HolderWalk(FunctionWalk):
             for name in sorted(seen):
                 visit(name)
         self.holders.append((visit, seen))
-
-    # --- Python modules ----------------------------------------------------------------------------
 
     def visit_python_module(self, module: types.ModuleType, path: str) -> None:
         """Watch the names of a Python module that the code loads. For a trusted module, `visit_links` does this."""
