@@ -30,9 +30,7 @@ def assumptions(settings: PlanSettings) -> list[str]:
     if settings.gpus > 1:
         sentences.append(f"GPUs exchange {rates.link / 1e9:.0f} GB/s in each direction while they compute.")
     if settings.engine == "fsdp":
-        sentences.append(
-            "FSDP2 has the units of accelerate: each layer, the embedding, and the last norm with the head."
-        )
+        sentences += ["FSDP2 has the units of accelerate: each layer, the embedding, and the last norm with the head."]
     return sentences
 
 

@@ -118,9 +118,8 @@ def _reason(arguments: dict[str, Any] | None) -> str:
     if arguments.get("initial_state") is not None:
         return "it has an initial state"
     tensors = [x for name, x in arguments.items() if isinstance(x, Tensor) and name != "cu_seqlens"]
-    return "the op does not take its tensors: " + ", ".join(
-        dict.fromkeys(f"{type(x).__name__} {x.dtype}" for x in tensors)
-    )
+    kinds = dict.fromkeys(f"{type(x).__name__} {x.dtype}" for x in tensors)
+    return f"the op does not take its tensors: {', '.join(kinds)}"
 
 
 class FusedRule(FusedMixerFunction):

@@ -122,10 +122,8 @@ def norm_rope(
 
 
 @cached_by_code
-def _rewrite(
-    function: FunctionType, fuses_statements: bool, is_recurrent: bool, *exchanged: str
-) -> Rewritten | str | None:
-    helpers = (add_norm, norm_with_residual, products, start_norm, norm_rope) if fuses_statements else ()
+def _rewrite(function: FunctionType, fuses: bool, is_recurrent: bool, *exchanged: str) -> Rewritten | str | None:
+    helpers = (add_norm, norm_with_residual, products, start_norm, norm_rope) if fuses else ()
     return rewrite(function, helpers, exchanged, is_recurrent)
 
 

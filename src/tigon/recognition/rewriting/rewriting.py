@@ -214,9 +214,7 @@ def _parents(definition: ast.FunctionDef) -> dict[ast.AST, ast.AST]:
     return {child: node for node in ast.walk(definition) for child in ast.iter_child_nodes(node)}
 
 
-def _other_use(
-    definition: ast.FunctionDef, name: str, norm: str, visited_names: frozenset[str] = frozenset()
-) -> str | None:
+def _other_use(definition: ast.FunctionDef, name: str, norm: str, visited: frozenset[str] = frozenset()) -> str | None:
     """Describe a use of a variable that may depend on more than the values of its tensor; None if there is none. After
     rewriting, the residual and the input of the norm are two tensors with the same values. A hook on the residual would
     then receive only a part of the gradient, and a write in place would not reach the input of the norm."""
@@ -233,9 +231,9 @@ def _other_use(
             continue
         if isinstance(parent, ast.Assign) and len(parent.targets) == 1 and isinstance(parent.targets[0], ast.Name):
             alias = parent.targets[0].id
-            if alias in visited_names or alias == name:
+            if alias in visited or alias == name:
                 continue
-            if (use := _other_use(definition, alias, norm, visited_names | {name})) is None:
+            if (use := _other_use(definition, alias, norm, visited | {name})) is None:
                 continue
             return use
         if isinstance(parent, ast.Compare) and not any(isinstance(op, (ast.Is, ast.IsNot)) for op in parent.ops):
