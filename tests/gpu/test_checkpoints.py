@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu.steps import no_waits
-from gpu.test_memory import SIZE, TOKENS, make_batch, make_model, take_step
+from gpu.test_memory import SIZE, TOKENS, make_batch, make_model, second_step, take_step
 from memory.steps import assert_same_bits, paged
 from tigon.memory import host_pages, layer_inputs
 from tigon.memory.attention import find_kernel
@@ -152,16 +152,11 @@ def test_random_numbers_are_the_same_in_both_runs(model_type, options):
 
 @pytest.mark.parametrize("backend", BACKENDS[:2], ids=lambda backend: backend.name)
 def test_a_layer_saves_the_output_and_the_log_sum_exp(backend):
-    saved = {}
-    for level in ("checkpoint", "checkpoint+attention"):
-        model, batch = make_model(level, attention="sdpa", num_hidden_layers=LAYERS), make_batch()
-        with sdpa_kernel(backend):
-            take_step(model, batch)
-            saved[level] = take_step(model, batch)[1]
-        del model
+    levels, options = ("checkpoint", "checkpoint+attention"), {"attention": "sdpa", "num_hidden_layers": LAYERS}
+    with sdpa_kernel(backend):
+        before, after = (second_step(level, **options)[1] for level in levels)
     output = TOKENS[0] * TOKENS[1] * SIZE["num_attention_heads"] * (SIZE["head_dim"] * 2 + 4)
-    difference = saved["checkpoint+attention"] - saved["checkpoint"]
-    assert (LAYERS - 1) * output <= difference <= 1.01 * (LAYERS - 1) * output
+    assert (LAYERS - 1) * output <= after - before <= 1.01 * (LAYERS - 1) * output
 
 
 def peak_of(level: str, layers: int) -> int:

@@ -53,6 +53,13 @@ def take_step(model: nn.Module, batch: dict) -> tuple[list[Tensor], int, int]:
     return [loss.detach(), *(p.grad for p in model.parameters())], saved_bytes, peak
 
 
+def second_step(memory: str, model_type: str = "llama", **options) -> tuple[list[Tensor], int, int]:
+    """Return what `take_step` returns after a first step, which compiles kernels and allocates workspaces."""
+    model, batch = make_model(memory, model_type, **options), make_batch()
+    take_step(model, batch)
+    return take_step(model, batch)
+
+
 def recomputed_bytes(layers: int = 2, product: bool = False) -> int:
     """Return the bytes of two norms for each layer. In a graph act(gate) * up is recomputed too."""
     return TOKENS[0] * TOKENS[1] * layers * 2 * (2 * SIZE["hidden_size"] + product * SIZE["intermediate_size"])
@@ -69,23 +76,12 @@ def deterministic():
 @pytest.mark.parametrize("level", MEMORY[1:])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
 def test_every_level_has_the_bits_of_the_default_level(model_type, level, deterministic):
-    results = []
-    for memory in (level, "default"):
-        model, batch = make_model(memory, model_type), make_batch()
-        take_step(model, batch)
-        results.append(take_step(model, batch)[0])
-        del model
-    assert_same_bits(*results)
+    assert_same_bits(*(second_step(memory, model_type)[0] for memory in (level, "default")))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_lean_needs_less_memory(model_type):
-    results = []
-    for memory in ("lean", "default"):
-        model, batch = make_model(memory, model_type, attention="sdpa"), make_batch()
-        take_step(model, batch)
-        results.append(take_step(model, batch)[1:])
-        del model
+    results = [second_step(memory, model_type, attention="sdpa")[1:] for memory in ("lean", "default")]
     (lean_saved_bytes, lean_peak), (saved_bytes, peak) = results
     assert saved_bytes - lean_saved_bytes >= 0.98 * recomputed_bytes()
     assert peak - lean_peak >= 0.8 * recomputed_bytes()
@@ -97,12 +93,7 @@ def test_lean_needs_less_memory(model_type):
 
 
 def test_lean_mlp_saves_neither_gate_nor_up():
-    results = []
-    for memory in ("lean+mlp", "lean"):
-        model, batch = make_model(memory, attention="sdpa"), make_batch()
-        take_step(model, batch)
-        results.append(take_step(model, batch)[1])
-        del model
+    results = [second_step(memory, attention="sdpa")[1] for memory in ("lean+mlp", "lean")]
     difference, gates = results[1] - results[0], TOKENS[0] * TOKENS[1] * 2 * 2 * 2 * SIZE["intermediate_size"]
     assert 0.98 * gates <= difference <= 1.02 * gates
 
