@@ -35,7 +35,25 @@ OTHERS = {
     "no gradient of A": PASSED.replace(" A,", " A.detach(),"),
     "B and C exchanged": PASSED.replace("B, C", "C, B"),
     "heads read other groups": PASSED.replace("B, C", "B.flip(2), C.flip(2)"),
+    "no gradient of the states": PASSED.replace("initial_states", "None if initial_states is None else "
+                                               "initial_states.detach()"),
+    "a bias only beside D": PASSED.replace("dt_bias", "None if D is None else dt_bias"),
+}  # fmt: skip
+# Statements that change the results of the scan.
+CHANGES = {
+    "no gradient through the last states": "return (y[0], y[1].detach()) if return_final_states else y",
+    "no last states without initial ones": (
+        "return (y[0], 0 * y[1]) if return_final_states and initial_states is None else y"
+    ),
+    "y alone": "return y[0] if return_final_states else y",
+    "long sequences": "return y if x.shape[1] < 100 else 2 * y",
 }
+
+
+@pytest.mark.parametrize("statement", CHANGES.values(), ids=CHANGES)
+def test_a_function_with_other_results_is_not_replaced(statement):
+    function = define(f"y = scan({PASSED})\n{statement}", globals(), SCAN)
+    assert isinstance(recognise_function(function), str)
 
 
 def test_a_function_with_the_results_of_the_op_is_found():

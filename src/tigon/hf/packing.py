@@ -169,7 +169,8 @@ def add_notes(model: nn.Module, notes: list[str]) -> Callable[[], None]:
         return lambda: None
     bodies = [module for module in modules if _is_body(module) and layers.keys() <= set(module.modules())][-1:]
     takes_keywords = lambda f: any(p.kind is p.VAR_KEYWORD for p in inspect.signature(f).parameters.values())
-    separated = separated_layers(bodies[0], layers) if any(takes_keywords(type(b).forward) for b in bodies) else {}
+    can_separate = any(takes_keywords(type(body).forward) and _gets_boundaries(body, modules) for body in bodies)
+    separated = separated_layers(bodies[0], layers) if can_separate else {}
     handles = []
     if separated:
         notes.append(
@@ -193,6 +194,15 @@ def add_notes(model: nn.Module, notes: list[str]) -> Callable[[], None]:
             handle.remove()
 
     return undo
+
+
+def _gets_boundaries(body: nn.Module, modules: Sequence[nn.Module]) -> bool:
+    """Return True if the modules that have a body as a child pass boundaries on to it. That of mamba2 does not."""
+    calls = [
+        (inspect.getattr_static(type(parent), "forward", None), name, parent)
+        for parent in modules for name, child in parent.named_children() if child is body
+    ]  # fmt: skip
+    return all(isinstance(f, types.FunctionType) and passes_boundaries(f, {name}, parent) for f, name, parent in calls)
 
 
 def _list(layers: dict[nn.Module, str]) -> str:

@@ -22,7 +22,7 @@ HEADS = {"one head": (1, 1), "groups of 2": (2, 4), "groups of 4": (1, 4)}
 
 def make_inputs(
     *, batch: int = 1, tokens: int = 70, heads: tuple[int, int] = (1, 2), sizes: tuple[int, int] = (8, 16),
-    samples: int | None = None, has_wide_d: bool = False, dtype: torch.dtype = torch.float32,
+    samples: int | None = None, has_wide_d: bool = False, dtype: torch.dtype = torch.float32, is_strided: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the tensors of a layer by name, with states before the first tokens."""
     generator = torch.Generator().manual_seed(0)
@@ -39,7 +39,15 @@ def make_inputs(
         "dt_bias": normal(count) - 1,
         "initial_states": normal(samples or batch, count, size, state_size),
     }
-    return {name: x.to(DEVICE, dtype).requires_grad_() for name, x in tensors.items()}
+    tensors = {name: x.to(DEVICE, dtype) for name, x in tensors.items()}
+    if is_strided:
+        # x, B and C are columns of one tensor, as a convolution returns them. Parameters are in fp32.
+        joined = torch.cat([tensors[name].flatten(2) for name in ("x", "B", "C")], 2)
+        sizes = [tensors[name][0, 0].numel() for name in ("x", "B", "C")]
+        for name, part in zip(("x", "B", "C"), joined.split(sizes, 2), strict=True):
+            tensors[name] = part.view(tensors[name].shape)
+        tensors |= {name: tensors[name].float() for name in ("A", "D", "dt_bias", "dt")}
+    return {name: x.detach().requires_grad_() for name, x in tensors.items()}
 
 
 def results_of(function, inputs, **options) -> dict[str, Tensor]:
@@ -78,7 +86,10 @@ KERNEL_CASES = {
 def test_kernels_compute_the_recurrence(case, options):
     """The error of every result is at most that of rounding a few factors."""
     tokens, heads, sizes = case
-    inputs = make_inputs(tokens=tokens, heads=heads, sizes=sizes, has_wide_d=not options, dtype=DTYPES[-1])
+    inputs = make_inputs(
+        batch=1 + (tokens == 65), tokens=tokens, heads=heads, sizes=sizes, has_wide_d=not options, dtype=DTYPES[-1],
+        is_strided=bool(options),
+    )  # fmt: skip
     wide = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
     actual, exact = (results_of(f, x, **options) for f, x in ((tigon.ssd, inputs), (ssd_reference, wide)))
     for name, x in actual.items():
@@ -101,7 +112,8 @@ def test_the_self_check_finds_a_wrong_kernel(is_broken, bounds_dtype, monkeypatc
         monkeypatch.setattr(ssd_launchers, "launch", launch_twice_the_products)
     like = torch.empty(1, 1, 2, 16, dtype=DTYPES[-1], device=DEVICE)
     config = SSDConfig.choose((16, 16), device_of(like))
-    variant = ssd_launchers.SSDVariant(16, 16, 2, True, True, True, True, True, bounds_dtype, config)
+    dtypes = like.dtype, torch.float32, torch.float32, like.dtype
+    variant = ssd_launchers.SSDVariant(16, 16, 2, True, True, True, bounds_dtype, config, dtypes)
     assert ssd_launchers.check_kernels(like, variant) is not is_broken
 
 
@@ -175,6 +187,28 @@ def test_packed_samples_equal_separate_ones_bit_for_bit(dtype):
         sample = {n: x if n in PARAMETERS else part(x).detach().requires_grad_() for n, x in inputs.items()}
         for a, b in zip(packed, run(sample, part(dy), dstates[i : i + 1]), strict=True):
             assert torch.equal(part(a), b)
+
+
+@pytest.mark.kernels
+def test_packed_gradients_of_parameters_are_those_of_the_recurrence():
+    """They are sums over all chunks, of which some do not exist."""
+    inputs = make_inputs(tokens=BOUNDS[-1], samples=len(BOUNDS) - 1, dtype=DTYPES[-1])
+    wide = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+    options = {"cu_seqlens": torch.tensor(BOUNDS, device=DEVICE)}
+    actual, exact = (results_of(f, x, **options) for f, x in ((tigon.ssd, inputs), (ssd_reference, wide)))
+    for name in PARAMETERS:
+        error, size = ((y.double()).norm().item() for y in (actual[name].double() - exact[name], exact[name]))
+        assert error <= 4 * torch.finfo(DTYPES[-1]).eps * size, (name, error / size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DTYPES[-1]], ids=["torch", "kernels"])
+def test_an_infinite_rate_clears_the_state_at_every_token(dtype):
+    inputs = make_inputs(tokens=70, dtype=dtype)
+    inputs["A"] = torch.full_like(inputs["A"], -torch.inf).requires_grad_()
+    y, states = tigon.ssd(**inputs, **OPTIONS)
+    expected = ssd_reference(**inputs, **OPTIONS)
+    torch.testing.assert_close(states, expected[1].to(states), rtol=1e-2, atol=1e-3)
+    assert y.isfinite().all()
 
 
 @pytest.mark.parametrize("bounds", [(0, 5), (3, 70), (0, 50, 20, 70), (-9, 70), (0, 71)], ids=str)

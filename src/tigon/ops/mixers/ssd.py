@@ -157,7 +157,7 @@ def _check_limit(dt_limit: object) -> tuple[float, float]:
     if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2:
         raise TypeError(f"{_OP}: dt_limit must be two numbers, got {checks.format_value(dt_limit)}")
     low = checks.number(_OP, "dt_limit[0]", dt_limit[0], 0.0)
-    is_unlimited = type(dt_limit[1]) is float and dt_limit[1] == math.inf
+    is_unlimited = isinstance(dt_limit[1], float) and dt_limit[1] == math.inf
     high = math.inf if is_unlimited else checks.number(_OP, "dt_limit[1]", dt_limit[1], 0.0)
     if low > high:
         raise ValueError(f"{_OP}: dt_limit must ascend, got {checks.format_value(dt_limit)}")
@@ -187,7 +187,8 @@ def ssd(
     """Compute the state space dual of Mamba-2, a linear recurrence. All floating-point tensors get gradients.
 
     Args:
-        x: [B, T, H, P], fp32 | bf16 | fp16, any strides.
+        x: [B, T, H, P], fp32 | bf16 | fp16, any strides. With fp16, results are infinite or NaN if an element of a
+            state or of its gradient exceeds 65504.
         dt: [B, T, H], the steps of the tokens, of any floating-point dtype.
         A: [H], the rate of the decay. No element may be above 0. This is checked on the CPU only, because reading A on
             a GPU would wait for it; there, an A above 0 lets the state grow and may overflow.
@@ -208,7 +209,8 @@ def ssd(
             checked on the CPU only; on a GPU, all results are NaN if they do not ascend from 0 to T.
 
     Returns:
-        y [B, T, H, P] in `x.dtype`, or y and the states after the last tokens, [B or M, H, P, N] in fp32.
+        y [B, T, H, P] in `x.dtype`, or y and the states after the last tokens, [B or M, H, P, N] in fp32, or in
+        fp64 if another tensor than `initial_states` is.
 
     Raises:
         TypeError: A tensor is not a floating-point tensor, `cu_seqlens` is not a tensor of integers, or an option has

@@ -1,29 +1,29 @@
 r"""The state space dual of Mamba-2 in chunks of 64 tokens, in torch: forward and backward (no autograd).
 
-A token has a step s and the logarithm of a decay g. In a chunk, G is the cumulative sum of g, D the decay between two
-tokens, L the last token, and S the state before the chunk:
+A token has a step s and the logarithm of a decay g. In a chunk, G is the cumulative sum of g, G_n its last element, L
+the decay between two tokens, and S the state before the chunk:
 
     s     = clamp(softplus(dt + dt_bias)),   g = A s
-    D_ij  = exp(G_i - G_j) for i >= j, else 0
+    L_ij  = exp(G_i - G_j) for i >= j, else 0
     v     = s x                                                  [C, P]
-    y     = exp(G) C S^T + (C B^T * D) v + D x                   the last D is the weight of x
-    S'    = exp(G_L) S + (exp(G_L - G) v)^T B                    [P, N]
+    y     = exp(G) C S^T + (C B^T * L) v + D x
+    S'    = exp(G_n) S + (exp(G_n - G) v)^T B                    [P, N]
 
 and the gradient, given dy and dS':
 
-    dv    = (C B^T * D)^T dy + exp(G_L - G) B dS'^T,             dx = s dv + D dy
-    dC    = (dy v^T * D) B + exp(G) dy S                         summed over the heads of a group
-    dB    = (dy v^T * D)^T C + exp(G_L - G) v dS'                summed over the heads of a group
-    dS    = exp(G_L) dS' + (exp(G) dy)^T C
-    dg_t  = sum over i >= t > j of (dy v^T * C B^T * D)_ij
+    dv    = (C B^T * L)^T dy + exp(G_n - G) B dS'^T,             dx = s dv + D dy
+    dC    = (dy v^T * L) B + exp(G) dy S                         summed over the heads of a group
+    dB    = (dy v^T * L)^T C + exp(G_n - G) v dS'                summed over the heads of a group
+    dS    = exp(G_n) dS' + (exp(G) dy)^T C
+    dg_t  = sum over i >= t > j of (dy v^T * C B^T * L)_ij
             + sum over i >= t of C_i . (exp(G) dy S)_i
-            + sum over j < t of B_j . (exp(G_L - G) v dS')_j + exp(G_L) <S, dS'>
+            + sum over j < t of B_j . (exp(G_n - G) v dS')_j + exp(G_n) <S, dS'>
     ds    = A dg + x . dv,                                       dA = sum of s dg over tokens
 
 where "." is the dot product of a row. Every term of dg has the decay as a factor, so a strong decay costs no digits.
 
-Everything is in fp32, or in fp64 if an input is. Only one chunk is in memory at a time, and forward saves nothing:
-backward recomputes the states between the chunks.
+Everything is in fp32, or in fp64 if an input other than the states is. Only one chunk is in memory at a time, and
+forward saves nothing: backward recomputes the states between the chunks.
 
 Shapes: B batch, T tokens, H heads of P features, K groups of R heads that share B and C, N features of B and C, C = 64
 tokens of a chunk, M samples.
@@ -105,15 +105,15 @@ def _step_slopes(dt: Tensor, bias: Tensor | None, options: SSDOptions) -> Tensor
 
 
 class _Chunk(NamedTuple):
-    """One chunk: its inputs, and what does not depend on the state."""
+    """The inputs of one chunk, and their decays."""
 
     x: Tensor  # [B, K, R, C, P]
     steps: Tensor  # [B, K, R, C, 1]
     B: Tensor  # [B, K, 1, C, N]
     C: Tensor
     decay: Tensor  # exp(G), [B, K, R, C, 1]
-    rest: Tensor  # exp(G_L - G), [B, K, R, C, 1]
-    pairs: Tensor  # D, [B, K, R, C, C]
+    rest: Tensor  # exp(G_n - G), [B, K, R, C, 1]
+    pairs: Tensor  # L, [B, K, R, C, C]
 
     @property
     def values(self) -> Tensor:
@@ -122,17 +122,17 @@ class _Chunk(NamedTuple):
 
     @property
     def scores(self) -> Tensor:
-        """Return C B^T * D, [B, K, R, C, C]."""
+        """Return C B^T * L, [B, K, R, C, C]."""
         return self.C @ self.B.mT * self.pairs
 
     @property
     def end(self) -> Tensor:
-        """Return exp(G_L), [B, K, R, 1, 1]."""
+        """Return exp(G_n), [B, K, R, 1, 1]."""
         return self.decay[..., -1:, :]
 
 
 class _Run:
-    """What all chunks share: the inputs, the options, and the parameters by head."""
+    """The inputs, the options and the parameters of the heads, which all chunks read."""
 
     def __init__(self, inputs: SSDInputs, options: SSDOptions) -> None:
         x, _, A, B, _, D, dt_bias, _, bounds = inputs
@@ -150,9 +150,11 @@ class _Run:
         # Steps are computed chunk by chunk, because the bits of a softplus depend on its place. Rows without
         # a token have no step.
         steps = compute_steps(self.load_dt(index), self.dt_bias, self.options)
-        steps = steps.masked_fill(self.chunks.load(self.is_token, index)[..., None] == 0, 0)
+        is_empty = self.chunks.load(self.is_token, index)[..., None] == 0
+        steps = steps.masked_fill(is_empty, 0)
         B, C = (self.chunks.load(y, index, is_per_key=True) for y in (self.inputs.B, self.inputs.C))
-        g = self.A * steps
+        # An infinite rate times a step of 0 is NaN.
+        g = (self.A * steps).masked_fill(is_empty, 0)
         return _Chunk(x, steps, B, C, g.cumsum(-2).exp(), sum_after(g).exp(), decays_between(g))
 
     def load_dt(self, index: int) -> Tensor:

@@ -8,8 +8,8 @@ dg of token t is the sum of these parts, which the decay of the token multiplies
 
 - the pairs (i, j) of tokens of the chunk with j < t <= i,
 - what token t and later ones read from the state before the chunk: C . (exp(G) dy S),
-- what earlier tokens write to the state after the chunk: B . (exp(G_L - G) v dS'),
-- the product of the states before and after the chunk, exp(G_L) <S, dS'>.
+- what earlier tokens write to the state after the chunk: B . (exp(G_n - G) v dS'),
+- the product of the states before and after the chunk, exp(G_n) <S, dS'>.
 
 No part is the difference of two sums, so a strong decay costs no digits.
 
@@ -22,7 +22,6 @@ from tigon.ops.mixers.delta_rule_kernels import (
     load_tile,
     pair_decays,
     rows_of_chunk,
-    saturate,
     square_offsets,
     store_tile,
 )
@@ -31,7 +30,7 @@ from tigon.runtime.compat.triton import tl, triton
 
 # The numbers [C] of a chunk of a head and a block of N in `parts` [M, H, blocks, 3, C], fp32:
 #   READ    the dot products C . (exp(G) dy S)
-#   WRITTEN the dot products B . (exp(G_L - G) v dS')
+#   WRITTEN the dot products B . (exp(G_n - G) v dS')
 #   DOTS    the dot product of the block of S and that of dS', in the first element
 READ, WRITTEN, DOTS = (tl.constexpr(i) for i in range(3))
 PARTS = tl.constexpr(3)
@@ -75,7 +74,7 @@ def ssd_group_gradients_kernel(
         vectors = vectors_ptr + place * (VECTORS * CHUNK) + index
         total, step = tl.load(vectors + TOTAL * CHUNK), tl.load(vectors + STEP * CHUNK)
         dpairs = tl.dot(dy, tl.trans(x), input_precision="ieee") * pair_decays(total) * step[None, :]
-        dpairs = saturate(dpairs, x_ptr).to(dtype)
+        dpairs = dpairs.to(dtype)
         b = load_tile(b_ptr, first, end, stride_b, STATE_SIZE, cols)
         dc = tl.dot(dpairs, b, dc, input_precision="ieee")
         c = load_tile(c_ptr, first, end, stride_c, STATE_SIZE, cols)
@@ -131,7 +130,7 @@ def ssd_value_gradients_kernel(
     products = chunk.to(tl.int64) * (HEADS // GROUPS) + head // GROUPS
     scores = tl.load(products_ptr + products * (CHUNK * CHUNK) + square_offsets()) * pair_decays(total)
     dy = load_tile(dy_ptr + head * SIZE, first, end, stride_dy, SIZE, cols)
-    dvalues = tl.dot(tl.trans(saturate(scores, x_ptr).to(dtype)), dy, dvalues, input_precision="ieee")
+    dvalues = tl.dot(tl.trans(scores.to(dtype)), dy, dvalues, input_precision="ieee")
     x = load_tile(x_ptr + head * SIZE, first, end, stride_x, SIZE, cols)
     parts = value_parts_ptr + (place * blocks + block) * (2 * CHUNK) + index
     tl.store(parts + VALUE * CHUNK, tl.sum(x * dvalues, 1))

@@ -2,14 +2,14 @@ r"""The forward kernels of the state space dual. The docstring of `ssd_chunks` h
 
 `step_vectors_kernel` computes the steps and decays of all chunks in parallel, and `group_products_kernel` C B^T.
 `ssd_scan_kernel` then walks through the chunks of a sequence, with a block of rows of the state S [P, N] in registers,
-and writes the state before each chunk. The next state is exp(G_L) S plus a product that does not depend on S, so the
+and writes the state before each chunk. The next state is exp(G_n) S plus a product that does not depend on S, so the
 chain between chunks is short. `ssd_outputs_kernel` computes y of all chunks in parallel.
 
 The gradient of the state follows the same recurrence from the last chunk to the first one, where dy takes the place of
 x, C that of B, and exp(G) that of the weights of the writes, so one kernel computes both:
 
-    S'  = exp(G_L) S + (exp(G_L - G) s x)^T B
-    dS  = exp(G_L) dS' + (exp(G) dy)^T C
+    S'  = exp(G_n) S + (exp(G_n - G) s x)^T B
+    dS  = exp(G_n) dS' + (exp(G) dy)^T C
 
 Shapes: H heads of P features, K groups of B and C with N features, C = 64 tokens of a chunk, M chunks in total, S
 sequences or samples.
@@ -22,7 +22,6 @@ from tigon.ops.mixers.delta_rule_kernels import (
     load_tile,
     pair_decays,
     rows_of_chunk,
-    saturate,
     square_offsets,
     store_tile,
 )
@@ -32,7 +31,7 @@ from tigon.runtime.compat.triton import tl, triton
 # The vectors [C] of a chunk of a head in `vectors` [M, H, 4, C], fp32:
 #   TOTAL       G
 #   STEP        s
-#   WRITE       s exp(G_L - G)
+#   WRITE       s exp(G_n - G)
 #   LOG_DECAY   g, before the limit `MIN_LOG_DECAY`
 TOTAL, STEP, WRITE, LOG_DECAY = (tl.constexpr(i) for i in range(4))
 VECTORS = tl.constexpr(4)
@@ -76,7 +75,8 @@ def step_vectors_kernel(
     rates = tl.load(rates_ptr + heads, is_head, 0.0).to(tl.float32)
     steps = limit_steps(unlimited_steps(dt, bias[None, :], APPLIES_SOFTPLUS), smallest, largest)
     steps = tl.where(mask, steps, 0.0)
-    log_decay = rates[None, :] * steps
+    # An infinite rate times the step 0 of a row without a token is NaN.
+    log_decay = tl.where(mask, rates[None, :] * steps, 0.0)
     total = tl.cumsum(tl.where(log_decay < MIN_LOG_DECAY, MIN_LOG_DECAY, log_decay), 0)
     last_total = tl.sum(tl.where(index[:, None] == CHUNK - 1, total, 0.0), 0)
     places = (chunk.to(tl.int64) * HEADS + heads) * (VECTORS * CHUNK)
@@ -146,13 +146,13 @@ def ssd_scan_kernel(
         b = load_tile(b_ptr, row, end, stride_b, STATE_SIZE, state_cols)
         vectors = vectors_ptr + place * (VECTORS * CHUNK)
         last_total = tl.load(vectors + (TOTAL * CHUNK + CHUNK - 1))
-        rounded_state = saturate(state, x_ptr).to(dtype)
+        rounded_state = state.to(dtype)
         tl.store(states_ptr + place * (SIZE * STATE_SIZE) + state_offsets, rounded_state, state_mask)
         if IS_GRADIENT:
             weight = tl.exp(tl.load(vectors + TOTAL * CHUNK + index))
         else:
             weight = tl.load(vectors + WRITE * CHUNK + index)
-        weighted_x = saturate(weight[:, None] * x, x_ptr).to(dtype)
+        weighted_x = (weight[:, None] * x).to(dtype)
         state = tl.dot(tl.trans(weighted_x), b, tl.exp(last_total) * state, input_precision="ieee")
     if last_ptr is not None:
         tl.store(last_ptr + state_place + state_offsets, state, state_mask)
@@ -195,7 +195,7 @@ def ssd_outputs_kernel(
     total = tl.load(vectors + TOTAL * CHUNK)
     products = chunk.to(tl.int64) * (HEADS // GROUPS) + head // GROUPS
     scores = tl.load(products_ptr + products * (CHUNK * CHUNK) + square_offsets()) * pair_decays(total)
-    scores = saturate(scores * tl.load(vectors + STEP * CHUNK)[None, :], x_ptr).to(dtype)
+    scores = (scores * tl.load(vectors + STEP * CHUNK)[None, :]).to(dtype)
     x = load_tile(x_ptr + head * SIZE, first, end, stride_x, SIZE, cols)
     y = tl.dot(scores, x, tl.exp(total)[:, None] * y, input_precision="ieee")
     if weights_ptr is not None:

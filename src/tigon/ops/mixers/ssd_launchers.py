@@ -233,21 +233,22 @@ class SSDVariant(NamedTuple):
     state_size: int
     groups: int
     applies_softplus: bool
-    has_weights: bool
-    has_bias: bool
     has_initial_states: bool
     # True if forward returns the last states, and backward reads their gradient.
     has_last_states: bool
     # The dtype of `cu_seqlens`, or None without packed samples.
     bounds_dtype: torch.dtype | None
     config: SSDConfig
+    # The dtypes of dt, A, D and dt_bias. D and dt_bias may be None.
+    dtypes: tuple[torch.dtype | None, ...]
 
 
 def _is_checked(inputs: SSDInputs, options: SSDOptions, has_last_states: bool, config: SSDConfig) -> bool:
-    x, _, _, B, _, D, dt_bias, initial_states, bounds = inputs
+    x, dt, A, B, _, D, dt_bias, initial_states, bounds = inputs
     variant = SSDVariant(
-        x.shape[3], B.shape[3], x.shape[2] // B.shape[2], options.applies_softplus, D is not None, dt_bias is not None,
+        x.shape[3], B.shape[3], x.shape[2] // B.shape[2], options.applies_softplus,
         initial_states is not None, has_last_states, None if bounds is None else bounds.dtype, config,
+        tuple([None if tensor is None else tensor.dtype for tensor in (dt, A, D, dt_bias)]),
     )  # fmt: skip
     return passes_check("ssd", x, variant, lambda: check_kernels(x, variant))
 
@@ -264,11 +265,10 @@ def _draw_check(dtype: torch.dtype, variant: SSDVariant) -> tuple[SSDInputs, Ten
     x, dy = draw(1, tokens, heads, size).to(dtype), draw(1, tokens, heads, size).to(dtype)
     B, C = ((draw(1, tokens, 1, state_size) * state_size**-0.25).to(dtype) for _ in range(2))
     states, dlast = draw(*shape), draw(*shape)
-    inputs = SSDInputs(
-        x, draw(1, tokens, heads).abs().to(dtype), -draw(heads).exp(), B, C,
-        draw(heads) if variant.has_weights else None, draw(heads).abs() if variant.has_bias else None,
-        states if variant.has_initial_states else None, bounds,
-    )  # fmt: skip
+    drawn = draw(1, tokens, heads).abs(), -draw(heads).exp(), draw(heads), draw(heads).abs()
+    vectors: list[Any] = [None if kind is None else y.to(kind) for y, kind in zip(drawn, variant.dtypes, strict=True)]
+    dt, A, D, bias = vectors
+    inputs = SSDInputs(x, dt, A, B, C, D, bias, states if variant.has_initial_states else None, bounds)
     return inputs, dy, dlast if variant.has_last_states else None
 
 

@@ -127,7 +127,7 @@ class FunctionsRecipe(RewrittenForward):
         return self.forward_for(self.stock) is not None
 
     def __str__(self) -> str:
-        return "; ".join(dict.fromkeys(str(form) for _, form in self.forms))
+        return "; ".join(filter(None, dict.fromkeys(str(form) for _, form in self.forms)))
 
     def __reduce__(self) -> tuple:
         return type(self), (self.cls, self.forms, self.guards, self.fuses_statements)

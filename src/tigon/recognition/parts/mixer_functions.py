@@ -84,7 +84,15 @@ class ScanForm:
         return "state space dual"
 
 
-Form = RuleForm | ScanForm | ConvolutionForm
+@dataclass(frozen=True)
+class SkippedForm:
+    """A function whose torch code returns None, so that the statements after it run. A kernel may replace them all."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+Form = RuleForm | ScanForm | ConvolutionForm | SkippedForm
 
 
 def form_of(function: types.FunctionType) -> Form | None:
@@ -94,9 +102,23 @@ def form_of(function: types.FunctionType) -> Form | None:
     tensors, options = tuple(names[:5]), set(names[5:])
     if tensors[3:] == ("g", "beta") and [name[:1] for name in tensors[:3]] == ["q", "k", "v"]:
         return RuleForm(tensors) if {"initial_state", "output_final_state"} <= options <= RULE_OPTIONS else None
+    if {"zxbcdt", "A", "D"} <= {*names} and _returns_none(function):
+        return SkippedForm()
     if tensors[1:] == SCAN_TENSORS:
         return ScanForm(names[0]) if options == {"chunk_size", *SCAN_OPTIONS} else None
     return ConvolutionForm(names[0]) if tuple(names[1:]) == CONVOLUTION_ARGUMENTS else None
+
+
+def _returns_none(function: types.FunctionType) -> bool:
+    """Return True if the code of a function is `return None`."""
+    try:
+        definition = definition_of(function)
+    except NotReadable:
+        return False
+    match getattr(definition, "body", None):
+        case [ast.Return(ast.Constant(None))]:
+            return True
+    return False
 
 
 def ignores_other_arguments(function: types.FunctionType) -> bool:
@@ -143,6 +165,8 @@ def _recognise(function: types.FunctionType, state: tuple) -> tuple[Form | str, 
     reasons: list[str] = []
     with recording() as trials, probing():
         for form in forms:
+            if isinstance(form, SkippedForm):
+                return form, trials
             try:
                 if isinstance(form, RuleForm) and _compare_rule(function, form):
                     return form, trials
@@ -234,40 +258,48 @@ def _compare_scan(function: types.FunctionType, form: ScanForm) -> bool:
     """Return True if a function has the outputs, the states and the gradients of the op."""
     limits = (0.0, float("inf")), (0.1, 2.0)
     cases = [
-        *itertools.product(_SCANS[:1], (False, True), (False, True), limits, (FP32, BF16, FP16)),
-        *itertools.product(_SCANS[1:2], (False, True), (True,), limits, (FP32, BF16)),
-        (_SCANS[2], False, True, limits[0], FP32),
+        *itertools.product(_SCANS[:1], (False, True), (False, True), (False, True), limits, (FP32,)),
+        *itertools.product(_SCANS[1:2], (False,), (True,), (True,), limits, (FP32, BF16, FP16)),
+        (_SCANS[2], False, False, True, limits[0], FP32),
     ]
-    for seed, (sizes, has_states, applies_softplus, limit, dtype) in enumerate(cases):
-        batch, _, heads, size, _, state_size, _ = sizes
-        states = normal(10 * seed + 7, batch, heads, size, state_size) if has_states else None
+    for seed, (sizes, has_states, returns_states, applies_softplus, limit, dtype) in enumerate(cases):
+        states = _initial_states(10 * seed, sizes) if has_states else None
         options = {"dt_limit": limit, "dt_softplus": applies_softplus, "initial_states": states}
         inputs = _scan_inputs(10 * seed, sizes, dtype)
         # Steps without a softplus must not be negative.
         inputs[1] = inputs[1] if applies_softplus else inputs[1].abs()
-        if not _agrees(form, inputs, *_scan_calls(function, sizes, options | {"return_final_states": has_states})):
+        if not _agrees(form, inputs, *_scan_calls(function, sizes, options | {"return_final_states": returns_states})):
             return False
-    inputs = _scan_inputs(7, _SCANS[1], FP32)
+    inputs, states = _scan_inputs(7, _SCANS[1], FP32), _initial_states(7, _SCANS[1])
+    options = {"dt_softplus": True, "dt_limit": limits[1]}
     return all(
-        _has_gradients_of(form, inputs[:count], *_scan_calls(function, _SCANS[1], {"dt_softplus": True}))
-        for count in (5, 7)
+        _has_gradients_of(form, [*inputs[:5], *more], *_scan_calls(function, _SCANS[1], options | flags, names))
+        for names, more, flags in (
+            ((), (), {}),
+            (("D",), inputs[5:6], {}),
+            (("dt_bias",), inputs[6:], {}),
+            (("D", "dt_bias", "initial_states"), (*inputs[5:], states), {"return_final_states": True}),
+        )
     )
 
 
+def _initial_states(seed: int, sizes: tuple[int, ...]) -> Tensor:
+    batch, _, heads, size, _, state_size, _ = sizes
+    return normal(seed + 7, batch, heads, size, state_size)
+
+
 def _scan_calls(
-    function: Callable, sizes: tuple[int, ...], options: dict[str, Any]
+    function: Callable, sizes: tuple[int, ...], options: dict[str, Any], names: tuple[str, ...] = ("D", "dt_bias")
 ) -> tuple[Callable[..., tuple], Callable[..., tuple]]:
-    """Return the function and the op with these options, as functions of x, dt, A, B, C and perhaps D and the bias.
+    """Return the function and the op with these options, as functions of x, dt, A, B, C and the tensors of `names`.
 
     The stock function returns y in fp32. The op returns it in the dtype of x, as the kernels of mamba-ssm do.
     """
     # On the CPU, the op takes a fraction of the time of its reference for long inputs.
     op = ssd_reference if sizes is _SCANS[0] or runs_kernels(torch.empty(0)) else ssd
 
-    def call(compute: Callable, x: Tensor, dt: Tensor, *others: Tensor, **more: Any) -> tuple:
-        A, B, C, *parameters = others
-        named = dict(zip(("D", "dt_bias"), parameters, strict=False))
-        result = compute(x, dt, A, B, C, **named, **options, **more)
+    def call(compute: Callable, x: Tensor, *others: Tensor, **more: Any) -> tuple:
+        result = compute(x, *others[:4], **options | dict(zip(names, others[4:], strict=True)), **more)
         y, *states = result if isinstance(result, tuple) else (result,)
         return y.to(x.dtype), *states
 

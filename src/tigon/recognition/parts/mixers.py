@@ -41,6 +41,7 @@ from tigon.recognition.parts.mixer_functions import (
     ConvolutionForm,
     RuleForm,
     ScanForm,
+    SkippedForm,
     form_of,
     ignores_other_arguments,
     recognise_function,
@@ -75,6 +76,10 @@ def _warn_once(text: str) -> bool:
     return True
 
 
+# Arguments that the kernels of other packages read, and that the torch code ignores.
+READ_BY_KERNELS = ("seq_idx", "z")
+
+
 class FusedMixerFunction(FusedFunction):
     """Runs an op in place of a function. Arguments that the function takes and ignores may name boundaries."""
 
@@ -104,6 +109,8 @@ class FusedMixerFunction(FusedFunction):
         if (arguments := super().read(args, named)) is None:
             return None
         boundaries = boundaries_in(kwargs | arguments)
+        if any(kwargs.get(name) is not None for name in READ_BY_KERNELS) and boundaries is None:
+            return None
         if torch.compiler.is_exporting() or has_active_transform():
             return None
         if boundaries is not None and not isinstance(boundaries, Tensor):
@@ -115,7 +122,7 @@ def _reason(arguments: dict[str, Any] | None) -> str:
     """Return the reason why an op does not run with these arguments, which `FusedMixerFunction.read` returned."""
     if arguments is None:
         return "the function has changed since the patch, or the op does not take its arguments"
-    if arguments.get("initial_state") is not None:
+    if any(arguments.get(name) is not None for name in ("initial_state", "initial_states")):
         return "it has an initial state"
     tensors = [x for name, x in arguments.items() if isinstance(x, Tensor) and name != "cu_seqlens"]
     kinds = dict.fromkeys(f"{type(x).__name__} {x.dtype}" for x in tensors)
@@ -198,8 +205,16 @@ def _is_rule(inputs: list[Any], form: RuleForm, state: Any, copies: int) -> bool
     return fits and is_decay and len({x.device for x in (*inputs, *([] if state is None else [state]))}) == 1
 
 
+class SkippedFunction(FusedFunction):
+    """Returns None, as the torch code of a function does whose kernel computes a whole mixer, so that the ops run."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        holds = self._holds_for_graph() if torch.compiler.is_compiling() else self._is_same()
+        return None if holds else self.scope[self.name](*args, **kwargs)
+
+
 class FusedScan(FusedMixerFunction):
-    """Runs `ssd` in place of a function. y has the dtype of x, as that of the kernels of mamba-ssm."""
+    """Runs `ssd` in place of a function. y has the dtype of x, as from the kernels of mamba-ssm."""
 
     form: ScanForm
 
@@ -213,6 +228,9 @@ class FusedScan(FusedMixerFunction):
             return None
         x, dt, A, B, C = inputs
         shape = x.shape
+        if is_resumed and torch.is_grad_enabled():
+            # A cache writes the next state into the same tensor, which backward reads.
+            options["initial_states"] = options["initial_states"].clone()
         if boundaries is not None:
             x, dt, B, C = (tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in (x, dt, B, C))
         result: Any = ssd(x, dt, A, B, C, **options, cu_seqlens=boundaries)
@@ -238,6 +256,7 @@ def _is_scan(inputs: list[Any], options: dict[str, Any]) -> bool:
     if states is not None and tuple(states.shape) != (x.shape[0], *x.shape[2:], B.shape[3]):
         return False
     is_limit = isinstance(limit, (tuple, list)) and len(limit) == 2 and 0 <= limit[0] <= limit[1]
+    is_limit = is_limit and all(type(number) in (int, float) for number in limit) and limit[0] < torch.inf
     # On the CPU, the op refuses a decay that grows, which the function computes.
     is_decay = A.device.type != "cpu" or torch.compiler.is_compiling() or bool((A <= 0).all())
     return is_limit and is_decay and len({each.device for each in tensors}) == 1
@@ -307,7 +326,9 @@ class MixerRecipe(FunctionsRecipe):
         return watch(function)
 
     def fuse(self, form: Any, scope: dict[str, Any], name: str, guard: FunctionGuard) -> FusedFunction:
-        classes = {RuleForm: FusedRule, ScanForm: FusedScan, ConvolutionForm: FusedConvolution}
+        classes: dict[type, Any] = {
+            RuleForm: FusedRule, ScanForm: FusedScan, ConvolutionForm: FusedConvolution, SkippedForm: SkippedFunction,
+        }  # fmt: skip
         return classes[type(form)](scope, name, form, guard)
 
 
@@ -339,7 +360,10 @@ def _walk(node: ast.AST, module: nn.Module | None) -> Iterator[ast.AST]:
     children = list(ast.iter_child_nodes(node))
     if isinstance(node, ast.If):
         match node.test:
-            case ast.Compare(ast.Attribute(ast.Name("self"), name), [ast.Eq()], [ast.Constant(value)]) if module:
+            # The kind of a layer is a string, which does not change. Flags such as `training` do.
+            case ast.Compare(ast.Attribute(ast.Name("self"), name), [ast.Eq()], [ast.Constant(str(value))]) if (
+                module is not None
+            ):
                 children = node.body if getattr(module, name, None) == value else node.orelse  # type: ignore[assignment]
     for child in children:
         yield from _walk(child, module)
