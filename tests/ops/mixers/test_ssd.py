@@ -12,7 +12,7 @@ from op_cases import DEVICE, DTYPES, assert_refused
 from tigon.ops.mixers import kernel_check, ssd_launchers
 from tigon.ops.mixers.ssd import ssd_reference
 from tigon.ops.mixers.ssd_chunks import SSDInputs, SSDOptions, chunked_backward, chunked_forward
-from tigon.ops.mixers.ssd_config import SSDConfig, split_count
+from tigon.ops.mixers.ssd_config import SSDConfig, SSDProblem, split_count
 from tigon.runtime.device import device_of
 
 OPTIONS = {"dt_softplus": True, "return_final_states": True}
@@ -111,7 +111,7 @@ def test_the_self_check_finds_a_wrong_kernel(is_broken, bounds_dtype, monkeypatc
 
         monkeypatch.setattr(ssd_launchers, "launch", launch_twice_the_products)
     like = torch.empty(1, 1, 2, 16, dtype=DTYPES[-1], device=DEVICE)
-    config = SSDConfig.choose((16, 16), device_of(like))
+    config = SSDConfig.choose(SSDProblem(16, 16), device_of(like))
     dtypes = like.dtype, torch.float32, torch.float32, like.dtype
     variant = ssd_launchers.SSDVariant(16, 16, 2, True, True, True, bounds_dtype, config, dtypes)
     assert ssd_launchers.check_kernels(like, variant) is not is_broken

@@ -46,10 +46,7 @@ class SSDConfig(LaunchConfig):
             scan_block_p=min(64 if device.arch == "sm_90" else 32, block_p),
             scan_warps=warps if is_large else 4,
             scan_stages=stages,
-            # 64 columns would spill registers on Ampere and Ada.
-            gradient_block_n=min(
-                32 if device.arch.startswith("sm_8") else 64, max(16, next_power_of_2(problem.state_size))
-            ),
+            gradient_block_n=16 if problem.state_size <= 16 else 64,
             gradient_warps=4 if block_p <= 64 else warps,
             precision="tf32" if device.arch.startswith("sm_") else "ieee",
         )
@@ -61,8 +58,13 @@ def choose_config(inputs: SSDInputs) -> SSDConfig:
 
 
 def fits_kernels(inputs: SSDInputs) -> bool:
-    """Return whether the kernels compute heads and states of these sizes and this dtype, if there are any."""
+    """Return whether the kernels compute heads and states of these sizes and this dtype, if there are any.
+
+    On Ampere and Ada, a kernel would spill registers.
+    """
     x = inputs.x
+    if device_of(x).arch.startswith("sm_8"):
+        return False
     fits = x.shape[3] <= MAX_SIZE and inputs.B.shape[3] <= MAX_STATE_SIZE
     return fits and x.element_size() == 2 and x.shape[0] * x.shape[1] > 0
 
