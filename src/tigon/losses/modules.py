@@ -236,7 +236,7 @@ class DPOLoss(HeadLoss):
 class ORPOLoss(HeadLoss):
     """ORPO: `tigon.losses.orpo_loss` on hidden states and a head. It takes three products with the head.
 
-    The options are those of `orpo_loss` that are not tensors, and those of the head, as in `tigon.DPOLoss`.
+    The options are those of `orpo_loss` that are not tensors. `tigon.DPOLoss` lists those of the head, and the errors.
 
     Source: Hong et al., arXiv:2403.07691.
 
@@ -254,7 +254,7 @@ class ORPOLoss(HeadLoss):
 class CPOLoss(HeadLoss):
     """CPO and its variants: `tigon.losses.cpo_loss` on hidden states and a head. It takes three products with the head.
 
-    The options are those of `cpo_loss` that are not tensors, and those of the head, as in `tigon.DPOLoss`.
+    The options are those of `cpo_loss` that are not tensors. `tigon.DPOLoss` lists those of the head, and the errors.
 
     Source: Xu et al., "Contrastive Preference Optimization", arXiv:2401.08417.
 
@@ -272,7 +272,7 @@ class CPOLoss(HeadLoss):
 class SimPOLoss(HeadLoss):
     """SimPO: `tigon.losses.simpo_loss` on hidden states and a head. It takes three products with the head.
 
-    The options are those of `simpo_loss` that are not tensors, and those of the head, as in `tigon.DPOLoss`.
+    The options are those of `simpo_loss` that are not tensors. `tigon.DPOLoss` lists those of the head, and the errors.
 
     Source: Meng et al., "SimPO", arXiv:2405.14734.
 
@@ -292,7 +292,7 @@ class KTOLoss(HeadLoss):
 
     It takes three products with the head, and one more for a reference model.
 
-    The options are those of `kto_loss` that are not tensors, and those of the head, as in `tigon.DPOLoss`.
+    The options are those of `kto_loss` that are not tensors. `tigon.DPOLoss` lists those of the head, and the errors.
 
     Source: Ethayarajh et al., arXiv:2402.01306.
 
@@ -314,7 +314,7 @@ class GRPOLoss(HeadLoss):
     It takes three products with the head, and four if tokens are selected by the entropies of the whole batch: with
     `top_entropy_quantile` without `top_entropy_threshold`, or together with an entropy bonus.
 
-    The options are those of `grpo_loss` that are not tensors, and those of the head, as in `tigon.DPOLoss`.
+    The options are those of `grpo_loss` that are not tensors. `tigon.DPOLoss` lists those of the head, and the errors.
 
     Source: Shao et al., "DeepSeekMath", arXiv:2402.03300, and the papers of `grpo_loss`.
 
@@ -342,7 +342,7 @@ class GRPOLoss(HeadLoss):
 class PPOLoss(HeadLoss):
     """PPO's clipped objective: `tigon.losses.ppo_loss` on hidden states and a head. It takes three products.
 
-    The options are those of `ppo_loss` that are not tensors, and those of the head, as in `tigon.DPOLoss`.
+    The options are those of `ppo_loss` that are not tensors. `tigon.DPOLoss` lists those of the head, and the errors.
 
     Source: Schulman et al., "Proximal Policy Optimization Algorithms", arXiv:1707.06347.
 
@@ -360,7 +360,7 @@ class PPOLoss(HeadLoss):
 class RLOOLoss(HeadLoss):
     """RLOO: `tigon.losses.rloo_loss` on hidden states and a head. It takes three products with the head.
 
-    The options are those of `rloo_loss` that are not tensors, and those of the head, as in `tigon.DPOLoss`.
+    The options are those of `rloo_loss` that are not tensors. `tigon.DPOLoss` lists those of the head, and the errors.
 
     Source: Ahmadian et al., "Back to Basics", arXiv:2402.14740.
 

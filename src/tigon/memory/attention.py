@@ -256,8 +256,8 @@ class _SavedCall:
 
 class LayerAttention:
     """The layers of a stack that save the outputs of attention: the last `layers` of those that are checkpointed (None:
-    all), because backward frees these outputs before the gradients of the others exist. With `warns`, it warns once if
-    no layer saves any."""
+    all), because backward frees these outputs before the gradients of the others exist. With `warns`, the object warns
+    once if no layer saves any."""
 
     def __init__(self, layers: int | None = None, checkpointed: int = 0, warns: bool = False) -> None:
         self.layers, self.checkpointed, self.warns = layers, checkpointed, warns

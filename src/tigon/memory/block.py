@@ -74,7 +74,7 @@ class Block:
 
     def call(self, module: nn.Module, x: Tensor) -> Any:
         """Return `module(x)`, and recompute it in backward if a second call gives the same values and has no side
-        effects."""
+        effects. Otherwise the result is saved for backward."""
         watch = CallWatch.of(module, x, self.reachable_states)
         y = module(x)
         if watch is None or type(y) is not Tensor or not watch.may_repeat(x):
@@ -96,8 +96,8 @@ class Block:
         return match is not None and type(match[0].source) is Recomputation
 
     def find_cast(self, t: Tensor) -> tuple[_LiveTensor, Tensor] | None:
-        """Return the same as `find` for a `t` that autograd computed as a cast of a result or of a view; the cast is
-        then one too."""
+        """Return the same as `find` for a `t` that autograd computed as a cast of a result, or that is a view of such a
+        cast. The cast then becomes a result that can be recomputed."""
         base = t if t._base is None else t._base
         node = base.grad_fn
         if node is None or base._version or not _is_whole(base):

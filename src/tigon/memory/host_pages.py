@@ -76,8 +76,8 @@ def _allocate(nbytes: int, is_pinned: bool) -> Tensor:
 
 
 class HostPages:
-    """A pool of pages of host memory, of a power of two bytes each, for several threads. Pinned pages do not let the
-    host wait."""
+    """A pool of pages of host memory, of a power of two bytes each. Several threads may use it. The host does not wait
+    for copies to pinned (page-locked) pages."""
 
     def __init__(self, page: int, is_pinned: bool = True) -> None:
         self.page, self.is_pinned = page, is_pinned

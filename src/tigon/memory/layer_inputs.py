@@ -97,8 +97,8 @@ class LayerInputs:
         return self.offloader.save(t) if is_large and self.offloader is not None else None
 
     def leave_layer(self, index: int) -> None:
-        """Free the tensors of the previous layer that were copied. Layer `index` is called next. Too little host memory
-        for the outputs of attention raises a RuntimeError."""
+        """Free the tensors of the previous layer that were copied to the host. Layer `index` is called next. Too little
+        host memory for the outputs of attention raises a RuntimeError."""
         if self.offloader is not None:
             self.offloader.free_copied()
             if index <= self.current:

@@ -24,7 +24,8 @@ from tigon.runtime.stock import written_in
 
 
 def _weak_reference(forward: Any) -> Any:
-    """Return a weak reference to a forward (all to one object are equal), or the forward itself if it supports none."""
+    """Return a weak reference to a forward, or the forward itself if it supports none. All weak references to one
+    object are equal, so two lists of them can be compared."""
     try:
         return weakref.ref(forward)
     except TypeError:

@@ -27,8 +27,8 @@ ALIGNMENT = 512
 
 
 def can_offload(device: torch.device) -> bool:
-    """Return whether saved tensors can move from a device to the host: a simulated one, or a GPU that captures no graph
-    now."""
+    """Return whether saved tensors can move from a device to the host: a simulated one, or a GPU that captures no CUDA
+    graph now."""
     if simulation_of(device) is not None:
         return True
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()

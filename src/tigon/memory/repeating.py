@@ -45,8 +45,8 @@ def find_unrepeatable_hook(module: nn.Module) -> str | None:
 
 
 def _may_run_other_code(module: nn.Module) -> bool:
-    """Return whether a module has another call, or hooks that do more than gather parameters and must run once for each
-    call."""
+    """Return whether the call of a module was replaced, or hooks may do more than gather parameters. Such code must run
+    once for each call of the model."""
     is_replaced = any_global_hook() or not calls_are_stock(module)
     return is_replaced or any(find_unrepeatable_hook(m) is not None for m in module.modules())
 
@@ -260,8 +260,8 @@ def _changes(before: _State, module: nn.Module) -> Iterator[str]:
 
 
 class RepeatedCall:
-    """The call `module(x)` of the forward pass, which backward repeats, or an error if the state that it reads has
-    changed."""
+    """The call `module(x)` of the forward pass, which backward repeats. It raises a RuntimeError if the state that the
+    call reads has changed since the forward pass."""
 
     __slots__ = ("is_stock", "module", "reachable_state", "state")
 

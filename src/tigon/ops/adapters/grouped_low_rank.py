@@ -155,7 +155,8 @@ def spread_and_project(x: Tensor, a: Tensor, routing: Routing) -> tuple[Tensor, 
 
 @on_device
 def grouped_expand(h: Tensor, b: Tensor, out: Tensor, routing: Routing) -> None:
-    """Add h B to out [S, N], whose rows may have gaps, for the terms of h [S, 2, R] and the factor B [E, R, N]."""
+    """Add h B to out [S, N], for the terms of h [S, 2, R] and the factor B [E, R, N]. Rows of `out` may have gaps
+    between them, by which `grouped_mm` aligns its results."""
     experts, r, n = b.shape[-3:]
     config = GroupedLowRankConfig.choose(("expand", r, TERMS[out.dtype]), device_of(out))
     part_length = config.block_n * EXPAND_BLOCKS

@@ -161,7 +161,8 @@ def grouped_expand_kernel(
     R: tl.constexpr, ORDER: tl.constexpr, B_TERMS: tl.constexpr, IS_SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add h B to a tile of the rows of one expert and a part of the features, by ORDER terms of h and of B."""
+    """Add h B to a tile of the rows of one expert and a part of the features. The precision of `out` needs ORDER terms
+    of h and of B."""
     pid = tl.program_id(0)
     expert, first, end = find_rows(ends_ptr, pid // parts, E, BLOCK_T, BLOCK_E)
     if expert >= E:

@@ -161,8 +161,8 @@ def takes_adapters(x: object, projections: Sequence[Projection]) -> bool:
 
 
 def lora_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
-    """Return the outputs [..., O_i] of layers with adapters and the same input x [..., I], by one node if there is a
-    plan."""
+    """Return the outputs [..., O_i] of layers with adapters and the same input x [..., I], in the dtype of x: by one
+    node if `plan_node` finds a plan, else by eager code."""
     call = plan_node(x, projections)
     if call is None:
         return tuple(eager_output(x, projection) for projection in projections)
@@ -177,8 +177,9 @@ def lora_node(x: Tensor, call: NodeCall) -> tuple[Tensor, ...]:
 
 @on_device
 def add_adapters(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor:
-    """Return y + sum_j s_j (B_j(A_j(dropout(x))) + bias_j) for x [..., I] and y [..., O], in one node if it supports
-    them. This is for a layer whose product only its own code can compute, such as a quantised one."""
+    """Return y + sum_j s_j (B_j(A_j(dropout(x))) + bias_j) for x [..., I], y [..., O] and at least one adapter, in one
+    node if it supports them. This is for a layer whose product only its own code can compute, such as a quantised
+    one."""
     projections = [Projection(None, None, tuple(adapters))]
     is_output = y.dtype == x.dtype and y.device == x.device and y.shape == (*x.shape[:-1], len(adapters[0].b))
     if not is_output or (call := plan_node(x, projections)) is None:

@@ -3,7 +3,8 @@ r"""The MLPs of a mixture of experts with low-rank adapters on their weights.
     h[s] = x[s] U^T + s_u x[s] A_u^T B_u^T
     y[t] = sum_k w (a[s] D^T + s_d a[s] A_d^T B_d^T),  a[s] = act(h[s])
 
-The row s belongs to the choice (t, k), and U, D and the factors A and B are those of its expert.
+The row s belongs to the choice (t, k): x[s] = x[t], w = w[t, k], and U, D and the factors A and B are those of its
+expert.
 
 PEFT's code adds s B A to the weights of all experts in each forward, and backward computes the gradient of this sum,
 which has the size of the weights. Here no tensor of that size exists. One autograd node computes frozen experts:

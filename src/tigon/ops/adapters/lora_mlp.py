@@ -80,8 +80,8 @@ def _plan_glu(plan: NodePlan) -> Any:
 
 
 def _zero_maximum(fp8: Fp8Group | None, layer_count: int, like: Tensor) -> Tensor | None:
-    """Return a zero maximum for the kernel that writes what `layer_count` layers quantise, or None if they need
-    none."""
+    """Return a zero maximum for the kernel that writes what `layer_count` layers quantise, or None if one of them is
+    not in FP8, or if rows have scales of their own."""
     return fp8.zero_maximum(like) if fp8 is not None and len(fp8.indices) == layer_count else None
 
 
@@ -182,7 +182,8 @@ def lora_glu_mlp_node(x: Tensor, call: NodeCall, activation: str) -> Tensor:
 
 
 def lora_glu_mlp(x: Tensor, gate: Projection, up: Projection, down: Projection, activation: str = "silu") -> Tensor:
-    """Return down(act(gate(x)) * up(x)) for x [..., H], where each projection is a linear layer with adapters."""
+    """Return down(act(gate(x)) * up(x)) for x [..., H], where each projection is a linear layer with adapters.
+    `activation` is "silu", "gelu" or "gelu_tanh"."""
     if (call := plan_node(x, (gate, up, down))) is not None and has_one_node(call):
         return lora_glu_mlp_node(x, call, activation)
 

@@ -22,7 +22,7 @@ def term(x, index: tl.constexpr):
 @triton.jit
 def term_of(pointer, index: tl.constexpr, stride_term):
     """Return the pointer to term number `index`. It advances by one term at a time, because a multiple of the stride
-    may take 64 bits."""
+    may take 64 bits where the stride takes 32."""
     for _ in tl.static_range(index):
         pointer += stride_term
     return pointer

@@ -111,7 +111,8 @@ def _place_kernel(
 
 def has_order_kernels(index: Tensor, experts: int) -> bool:
     """Return whether the kernels sort these choices: on a GPU, for 1 to MOST_EXPERTS experts and fewer than 2^31
-    choices. In the interpreter `tl.sort` takes seconds. `route` sorts all others by operations of torch."""
+    choices. The interpreter does not run them, because `tl.sort` takes seconds there. `route` sorts all other choices
+    by operations of torch."""
     is_on_gpu = HAS_TRITON and index.is_cuda and type(index) in PLAIN
     return is_on_gpu and 0 < experts <= MOST_EXPERTS and 0 < index.numel() < 2**31
 

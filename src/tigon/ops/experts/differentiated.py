@@ -1,7 +1,8 @@
 """The products of experts that autograd differentiates, because the activation is a function of the user.
 
 Each operator saves its own tensors. In a block of `lean`, backward recomputes the rows of x [S, H], and in
-`lean(mlp=True)` also the result of the first product. The tensors that remain saved are x and those of the routing.
+`lean(mlp=True)` also the result of the first product. The tensors that remain saved are x and those of the routing. A
+product in FP8 saves x in the dtype of W, because dW is computed without rounding to FP8.
 
 Shapes: T tokens, K choices each, E experts, H hidden, I intermediate; S = T K rows.
 """

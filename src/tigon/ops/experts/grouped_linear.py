@@ -58,8 +58,8 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _groups(ends: Tensor, rows: int) -> list[tuple[int, int, int]]:
-    """Return the index, the first row and the end of each group that has rows; none on the meta device, which has no
-    sizes."""
+    """Return the index, the first row and the end of each group that has rows; none on the meta device, where sizes
+    cannot be read."""
     sizes = ends.tolist() if rows and not ends.is_meta else []
     return [(i, start, end) for i, (start, end) in enumerate(zip([0, *sizes], sizes, strict=False)) if start < end]
 
@@ -139,8 +139,9 @@ class _RowsOfGroups(Node):
 def grouped_linear(
     x: Tensor, weight: Tensor, ends: Tensor, transposed: bool = True, fp8: Fp8Source | None = None
 ) -> Tensor:
-    """Return [S, M] for x [S, N] and weight [E, N, M], or [E, M, N] if it is not `transposed`. `ends` [E] int32 are the
-    ends of the groups. The product runs in FP8 if `fp8` is not None; sizes are then multiples of 16."""
+    """Return [S, M] for x [S, N] and weight [E, N, M], or [E, M, N] if it is not `transposed`, of one dtype. `ends` [E]
+    int32 is one past the last row of each group. The product runs in FP8 if `fp8` is not None; N and M are then
+    multiples of 16."""
     return _GroupedLinear.apply(x, weight, ends, transposed, fp8)
 
 

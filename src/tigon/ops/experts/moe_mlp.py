@@ -172,10 +172,10 @@ def moe_mlp_in_fp8(
     x: Tensor, parameters: ExpertParameters, top_k_index: Tensor, top_k_weights: Tensor, *, transposed: bool = False,
     activation: str | Callable[[Tensor], Tensor] = "silu", cache: WeightCache | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return `moe_mlp` with its forward products and those of dX in FP8, with a scale for each row of a factor. H, I
-    and the width of the first product are multiples of 16. `cache` holds the FP8 copies "up" and "down" of these
-    weights only; without it, each product makes its copy and frees it. Where torch has no grouped FP8 products, they
-    are emulated, and the host waits."""
+    """Return `moe_mlp` with its forward products and those of dX in FP8, with a scale for each row of a factor. The
+    gradients of the weights are not rounded to FP8. H, I and the width of the first product are multiples of 16.
+    `cache` holds the FP8 copies "up" and "down" of these weights only; without it, each product makes its copy and
+    frees it. Where torch has no grouped FP8 products, they are emulated, and the host waits."""
     cache = None if torch.compiler.is_compiling() else cache
     call = _ExpertCall("moe_mlp_in_fp8", activation, transposed, False, True, cache)
     return _run(call, x, parameters, top_k_index, top_k_weights)

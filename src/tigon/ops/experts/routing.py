@@ -213,8 +213,8 @@ def dot_products(x: Tensor, rows: Tensor, weights: Tensor, routing: Routing) -> 
 
 
 def combine(rows: Tensor, weights: Tensor | None, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:
-    """Return [T, H]: the sum of the rows [S, H] of each token's choices, scaled by weights [T, K] if there are some.
-    The dtype is that of `rows` if `dtype` is None."""
+    """Return [T, H]: the sum of the rows [S, H], sorted by expert, of each token's choices, scaled by weights [T, K] if
+    there are some. The dtype is that of `rows` if `dtype` is None."""
     if runs_kernels(rows, weights) and routing.slot.numel() and rows.shape[1]:
         return _Combine.apply(rows, weights, routing.slot, routing.ends, dtype or rows.dtype)
     return combine_reference(rows, weights, routing, dtype)

@@ -154,9 +154,10 @@ def fp8_glu_mlp(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, activation: str = "silu", recipe: str = "tensorwise",
     fp8_dw: bool = True, caches: WeightCache | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return (act(x G^T) * (x U^T)) D^T, a gated MLP whose nine products run in FP8, for x [..., H], gate and up [I, H]
-    and down [O, I]. `recipe` and `fp8_dw` are those of `fp8_linear`. `caches` holds the FP8 copies of these weights
-    only; None makes them at each call."""
+    """Return (act(x G^T) * (x U^T)) D^T, a gated MLP whose nine products run in FP8, for x [..., H] (fp32 | bf16 |
+    fp16, any strides), gate and up [I, H] and down [O, I], whose sizes are multiples of 16. The result [..., O] has the
+    dtype of x. `activation` is "silu", "gelu" or "gelu_tanh"; `recipe`, `fp8_dw` and the errors are those of
+    `fp8_linear`. `caches` holds the FP8 copies of these weights only; None makes them at each call."""
     op, weights = "fp8_glu_mlp", {"gate": gate, "up": up, "down": down}
     checks.tensor(op, x=x, **weights)
     checks.floating(op, x=x, **weights)

@@ -195,8 +195,8 @@ def fp8_projections(
     fp8_dw: bool = True, caches: WeightCache | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return x W_i^T + b_i for layers [O_i, H] of one input x [..., H], as one node whose products run in FP8. They
-    share the scales of weights and of upstream gradients, as one layer with all outputs would. The options are those of
-    `fp8_glu_mlp`."""
+    share the scales of weights and of upstream gradients, as one layer with all outputs would. Biases are [O_i] or
+    None, and results [..., O_i] in the dtype of x. `recipe`, `fp8_dw` and `caches` are those of `fp8_glu_mlp`."""
     op = "fp8_projections"
     if not weights or len(weights) != len(biases):
         raise ValueError(f"{op}: there must be one bias or None for each weight, got {len(weights)} and {len(biases)}")

@@ -210,8 +210,8 @@ def _find_maxima(part: _MatrixPart, maxima: Maxima) -> None:
 
 
 def write_part(part: _MatrixPart, maxima: Maxima, copies: Copies, layout: Layout, is_reversed: bool = False) -> None:
-    """Write the copies of a part, scaled by the maxima of the matrix, from its last tile on if that was written last
-    (`is_reversed`)."""
+    """Write the copies of a part, scaled by the maxima of the matrix. With `is_reversed`, start at the last tile, which
+    the producer of the matrix wrote last."""
     m, k = part.x.shape
     config = _choose_tiles(part, True)
     column_blocks = cdiv(k, config.block_k)

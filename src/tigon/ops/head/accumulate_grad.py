@@ -69,7 +69,7 @@ class AccumulatedGradient:
 
     def make_nan_if_wrong(self, dloss: Tensor | None) -> None:
         """Make the buffer NaN in backward unless the upstream gradient [] is one and the buffer still contains dW. A
-        second backward raises an error."""
+        second backward raises a RuntimeError."""
         if self.had_backward:
             raise RuntimeError(f"{self.op}: a loss with accumulate_grad has one backward, got a second one")
         self.had_backward = True

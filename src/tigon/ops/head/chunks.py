@@ -35,7 +35,7 @@ class ChunkConfig(LaunchConfig):
     budget_mib: float  # MiB that the logits of a chunk may take, unless the caller passes another cap
     # whether chunks may be longer than the budget allows, so that there are no more than `max_chunks`
     may_exceed_budget: bool
-    # MiB that the logits of one sequence, or of a pair, may take: of what `linear_loss` cannot divide
+    # MiB that the logits of one sequence or pair may take, which `linear_loss` cannot divide
     unit_budget_mib: float
     # With more chunks, the roundings of a bf16 dW add up to more than twice those of one product. dW is then summed in
     # fp32.

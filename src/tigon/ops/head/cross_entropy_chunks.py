@@ -51,8 +51,8 @@ def linear_cross_entropy_chunks(
     head: Head, low_rank: LowRank, class_weight: Tensor | None, scales: Tensor, dw_buffer: Tensor | None,
     settings: LossSettings,
 ) -> ChunkResults:  # fmt: skip
-    """Return the statistics of all tokens and the gradients of the sum of the losses, for the scales of
-    `gradient_scales`."""
+    """Return the statistics of all tokens and the gradients of the sum of the losses. `scales` are the result of
+    `gradient_scales`, and dW is added to `dw_buffer` [V, H] if there is one."""
     options, wants, shard, needs_any = settings.options, settings.wants, settings.head.shard, any(settings.head.needs)
 
     def compute(chunk: Chunk) -> tuple[Statistics, Tensor]:
@@ -73,7 +73,8 @@ def linear_cross_entropy_gradients(
     head: Head, low_rank: LowRank, class_weight: Tensor | None, scales: Tensor, dw_buffer: Tensor | None,
     saved: SavedStatistics, upstream: Upstream, settings: LossSettings,
 ) -> Gradients:  # fmt: skip
-    """Return the gradients for the upstream gradients [T] of the losses (or []), log-probabilities and entropies."""
+    """Return the gradients for the upstream gradients [T] of the losses (or []), log-probabilities and entropies.
+    `saved` has the statistics of the forward pass."""
     shard = settings.head.shard if settings.head.shard.group_name else None
 
     def compute(chunk: Chunk) -> tuple[None, Tensor]:

@@ -1,6 +1,9 @@
 """The loss of distillation over two heads, one chunk of tokens at a time, the gradients of the student, and checks.
 
-A teacher that is given as logits, probabilities or log-probabilities needs no product.
+For each chunk, one product computes the logits of the student and one those of the teacher, and the kernel of
+`ops/logits/distillation.py` overwrites the former with their gradient. A teacher that is given as logits, probabilities
+or log-probabilities needs no product.
+
 Logits of half-precision models may be stored in fp32. Their gradient is rounded to half precision for its products, and
 takes the first half of each row.
 

@@ -216,8 +216,8 @@ def _check_sequences(op: str, targets: Tensor, group: Group, cu_seqlens: Tensor 
 
 
 def _finish(result: Any, zero: Tensor, is_sum: Tensor | None, group: Group) -> Any:
-    """Return the result of the loss function, whose loss gets the gradients of `zero`, and is NaN if `is_sum` is
-    False."""
+    """Return the result of the loss function, whose loss gets the gradients of `zero`. The loss and the gradients are
+    NaN if `is_sum` is False."""
     loss = loss_of(result)
     loss = loss + zero.to(loss.dtype)
     if is_sum is not None:

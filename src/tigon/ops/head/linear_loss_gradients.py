@@ -176,8 +176,8 @@ def loss_of(result: Any) -> Tensor:
 def _differentiate(
     call: Callable[[list[Tensor]], Any], values: list[Tensor], constants: list[Tensor], is_last: bool
 ) -> tuple[Any, list[Tensor]]:
-    """Return the result of the function, and the gradients of its loss for `values`. The last call retains its graph
-    for the arguments."""
+    """Return the result of the function, and the gradients of its loss for `values`. The last call retains its graph,
+    because arguments of the function may need gradients."""
     with torch.enable_grad():
         leaves = [value.detach().requires_grad_() for value in values]
         result = call([*leaves, *constants])
@@ -192,8 +192,8 @@ _gradients = without_autocast(torch.autograd.grad)
 
 
 def _random_state(device: torch.device) -> Callable[[], None]:
-    """Return a function that restores the current random state of the CPU and of the device. A capture cannot read that
-    of the GPU."""
+    """Return a function that restores the current random state of the CPU and of the device. The state of the GPU
+    cannot be read while a CUDA graph is captured."""
     state, gpu_state = torch.get_rng_state(), None
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         gpu_state = torch.cuda.get_rng_state(device)

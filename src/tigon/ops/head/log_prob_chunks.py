@@ -14,9 +14,10 @@ tokens are cut into blocks, and dW is summed over the blocks in fp32.
 
 The two passes multiply matrices of different shapes, for which cuBLAS may pick kernels that round differently, in half
 precision by a whole unit of a logit's last place. The probabilities of the backward pass then do not sum to one. This
-matters if one probability is near one: eager code then loses nothing, because the rounding of its logit cancels in
-p = exp(z - lse). The forward pass therefore saves the index of the largest logit, and the backward pass uses the
-largest logit of the forward pass there. Without this, the error of dx can be 10 times that of eager code.
+matters if one probability is near one: eager code then loses nothing, because in p = exp(z - lse) the rounding of its
+logit cancels. The forward pass therefore saves the index of the largest logit, and the backward pass uses the largest
+logit of the forward pass there. With fp32 logits of 16 and a temperature of 0.7, the error of dx is at most that of
+eager code, and 10 times as large without this.
 
 Shapes: T tokens, H hidden, V vocabulary (the rows of this rank), C tokens of a chunk or block, v columns of a slab,
 K extra targets of each token.

@@ -17,7 +17,8 @@ the logits themselves. With g = dD / dlog q,
 One program computes one row and reads it in three passes: the log-sum-exps of both models, then D and G, then the
 gradient, which overwrites the student's logits. The forward KL has G = -1 and D is computed with the gradient, so two
 passes are enough. D and G of the reverse KL are not updated together with the log-sum-exps, because D would then be a
-difference of large numbers. The second pass begins at the end of the row, which is still in the L2 cache.
+difference of numbers near the log-sum-exps, whose rounding of 1e-6 is as large as the divergence of a student that has
+almost learnt its teacher. The second pass begins at the end of the row, which is still in the L2 cache.
 
 The gradient of fp32 logits may be in half precision. It takes the first half of each row: the gradient of the column j
 lies where the logit of the column j / 2 was, which the last pass has read already, or reads in the same block.

@@ -68,9 +68,9 @@ class DivergenceConfig(LaunchConfig):
 
 
 def has_native_log2(x: Tensor, device: Device) -> bool:
-    """Return whether the kernels use NVIDIA's logarithm, whose error is up to 2^-22, below the rounding of half
-    precision. Triton's takes 35 instructions, and the loop of JSD has time for 40. The interpreter has no such
-    instruction."""
+    """Return whether the kernels use NVIDIA's instruction for a logarithm. Its error of up to 2^-22 is below the
+    rounding of half precision. Triton's logarithm takes 35 instructions, and the loop of JSD has time for 40 in total.
+    The interpreter has no such instruction."""
     return x.element_size() == 2 and device.warp_size == 32 and not HIP and not INTERPRETED
 
 

@@ -1,6 +1,6 @@
 """The operators that launch the kernels of the delta rules, and their self-check.
 
-If the kernels fail the check on a device, `delta_rule_chunks` computes such calls.
+If the kernels fail the check (`kernel_check`) on a device, `delta_rule_chunks` computes such calls.
 """
 
 from typing import Any, NamedTuple

@@ -81,7 +81,8 @@ def _clamp(x, limit):
 
 @triton.jit
 def _load_pairs(ptr, cols, width, BLOCK: tl.constexpr):
-    """Return gate and up of a block of a row in which they alternate, in fp32, split in registers."""
+    """Return gate and up of a block of a row in which they alternate, in fp32. They are loaded in the order of memory,
+    and split in registers."""
     both = 2 * tl.min(cols, 0) + tl.arange(0, 2 * BLOCK)
     pairs = tl.load(ptr + both, mask=both < 2 * width, other=0.0).to(tl.float32)
     return tl.split(tl.reshape(pairs, [BLOCK, 2]))
@@ -244,8 +245,8 @@ def _empty_gated(gate: Tensor, up: Tensor | None) -> Tensor:
 
 @launcher(fake=_empty_gated)
 def glu_forward(gate: Tensor, up: Tensor | None, kind: str, options: GateOptions) -> Tensor:
-    """Return y [..., I] for gate and up [..., I], or a packed gate [..., 2 I]: [gate | up], or alternating
-    (`is_interleaved`)."""
+    """Return y [..., I] for gate and up [..., I], or for a packed gate [..., 2 I] without up: [gate | up], or both
+    alternating if `is_interleaved`."""
     y = _empty_gated(gate, up)
     width = y.shape[-1]
     gate, up, stride_gate, stride_up = _gated_rows(gate, up)
@@ -261,8 +262,8 @@ def _empty_gradients(gate: Tensor, needs_dgate: bool, needs_dup: bool) -> tuple[
 def glu_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, options: GateOptions, needs_dgate: bool, needs_dup: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return dgate and dup; for a packed input its gradient [..., 2 I] and an empty tensor. Those not needed are
-    empty."""
+    """Return dgate and dup; for a packed input (`up` is None) its gradient [..., 2 I] and an empty tensor. A gradient
+    that is not needed is empty."""
     gradients, is_packed = _empty_gradients(gate, needs_dgate, needs_dup), up is None
     dy, stride_dy = dense_rows(dy)
     width = dy.shape[-1]

@@ -155,7 +155,7 @@ def rms_norm(
 def rms_norm_of_layer(
     x: Tensor, weight: Tensor | None, eps: float, *, offset: float, rounding: Rounding, finds_maximum: bool = False
 ) -> Tensor:
-    """Return `rms_norm` of checked arguments. With `finds_maximum`, backward finds that of dx
+    """Return `rms_norm` of checked arguments. With `finds_maximum`, backward finds the maximum of dx
     (`tigon.runtime.maxima`)."""
     return _rms_norm(x, weight, float(eps), offset, rounding, finds_maximum)
 
@@ -222,8 +222,8 @@ def add_rms_norm_of_layer(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, *, offset: float, rounding: Rounding,
     finds_maximum: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return `add_rms_norm` of checked arguments. With `finds_maximum`, backward finds that of the gradient of the
-    sum."""
+    """Return `add_rms_norm` of checked arguments. With `finds_maximum`, backward finds the maximum of the gradient of
+    the sum."""
     eps = float(eps)
     if not runs_kernels(x, residual, weight) or not 0 < x.shape[-1] <= MAX_FEATURES:
         y, total = add_rms_norm_reference(x, residual, weight, eps, offset=offset, rounding=rounding)

@@ -52,8 +52,8 @@ def _one_minus_exp(x):
 
 @triton.jit
 def _inverse(x):
-    """Return 1 / x for x >= 0 to a few units in the last place of fp32, or a large number for x < 1e-36, in fewer
-    instructions than a division."""
+    """Return 1 / x for x >= 0 to a few units in the last place of fp32, or a large number for x < 1e-36. A division
+    takes 8 instructions, and instructions bound a step with codes as much as memory does."""
     root = tl.rsqrt(tl.maximum(x, 1e-36))
     return root * root
 
@@ -272,7 +272,8 @@ def adamw_step(
 ) -> None:
     """Update contiguous tensors in place: one launch for all parameters that agree in dtypes, device, alignment and, if
     the step is a number, in the step. The device reads a step that is an fp32 tensor on it; the host reads any other.
-    The call updates the `tables` of the previous call; nothing is copied while the addresses are the same."""
+    Only the device reads tensors in `options`. The call updates the `tables` of the previous call; nothing is copied to
+    the device while the addresses are the same."""
     tables = {} if tables is None else tables
     # The tensors of each launch, by the fields of its `_LaunchKind`, and the first parameter of each launch.
     launches: dict[tuple, list[tuple[int, ...]]] = {}

@@ -10,7 +10,8 @@ code stands for a v of zero, unless the whole block is zero: the update would di
 
 The first moment is rounded to nearest. The second one changes by less than half a step of its codes at a time, and
 would stay where it is if it were rounded to nearest. Instead a number u in [0, 1) is added to it before it is rounded
-down. The values of u in successive steps t are evenly distributed, so that on average no change is lost:
+down. Random numbers would add more noise. The values of u in successive steps t are evenly distributed (Weyl, 1916), so
+that on average no change is lost:
 
     u = fractional part of (i 0.7549 + t 0.6180) for element i, in fixed point of 32 bits
 
@@ -116,7 +117,8 @@ def correction_of(parameter: Tensor, master: Tensor) -> Tensor:
 
 
 def join_master(parameter: Tensor, correction: Tensor) -> Tensor:
-    """Return the 24-bit master in fp32. A negative correction of zero does not count: it would carry into the sign."""
+    """Return the 24-bit master in fp32. If other code has set a parameter to zero, a negative correction does not
+    count: it would carry into the sign."""
     correction = torch.where(parameter == 0, correction.clamp(min=0), correction)
     bits = (parameter.view(torch.int16).to(torch.int32) << 16) + (correction.to(torch.int32) << 8)
     return bits.view(torch.float32)

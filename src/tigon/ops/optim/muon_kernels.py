@@ -142,7 +142,7 @@ def compute_momentum(
     matrices: Sequence[Matrix], momentum: float, nesterov: bool, table: TensorTable
 ) -> tuple[Tensor, Tensor]:
     """Update m in place, and return u [B, rows, columns] and the sums of its squares [B], for matrices of one shape and
-    dtype."""
+    dtype on the current device."""
     first, *_ = matrix = matrices[0]
     u = torch.empty(len(matrices), *first.shape, dtype=torch.bfloat16, device=first.device)
     spans = table.tensor_of_span.numel()

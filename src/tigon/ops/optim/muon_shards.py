@@ -25,8 +25,8 @@ class RowShard(NamedTuple):
 
 
 def shard_of(p: Any) -> RowShard | None:
-    """Return the shard of a DTensor [rows, columns]; None if this rank has whole matrices. Only FSDP2's are
-    accepted."""
+    """Return the shard of a DTensor [rows, columns]; None if this rank has whole matrices. Any other sharding than
+    FSDP2's raises a ValueError."""
     if not is_dtensor(p):
         return None
     dims = [i for i, placement in enumerate(p.placements) if not placement.is_replicate()]
@@ -53,9 +53,9 @@ def _all_to_all(out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int], 
 def orthogonalise_shards(
     x: Tensor, shard: RowShard, first_owner: int, coefficients: Coefficients, eps: float
 ) -> Tensor:
-    """Return this rank's rows of the polar factors, for its rows x [B, local rows, columns] bf16 of B matrices. All
-    ranks of the group make this call with the same matrices in the same order. If B is no multiple of the ranks, those
-    from `first_owner` on compute one matrix more."""
+    """Return this rank's rows of the polar factors, for its rows x [B, local rows, columns] (bf16, contiguous) of B
+    matrices. All ranks of the group make this call with the same matrices in the same order. If B is no multiple of the
+    ranks, those from `first_owner` on compute one matrix more."""
     group = shard.process_group
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     batch, local_rows, columns = x.shape

@@ -231,7 +231,8 @@ def _descriptor(x: Tensor, block: int, block_k: int) -> "TensorDescriptor | None
 
 @on_device
 def symmetric_product(a: Tensor, b: Tensor, epilogue: Epilogue) -> tuple[Tensor, Tensor | None]:
-    """Return C, and Q or None, for a and b [batch, M, K] in bf16 or fp16. The caller knows that A B^T is symmetric."""
+    """Return C, and Q or None, for a and b [batch, M, K] in bf16 or fp16 with M, K >= 1. The caller knows that A B^T is
+    symmetric, and the D of the epilogue is contiguous."""
     if not runs_kernels(a, b):
         return symmetric_product_reference(a, b, epilogue)
     batch, m, k = a.shape

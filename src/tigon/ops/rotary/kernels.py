@@ -330,7 +330,7 @@ def qk_norm_rope_forward(
     k_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Normalise and rotate q and k, and return them, each in its dtype, and rstd [T, Hq + Hk], or [T, 2] if all heads
-    are normalised together. Without k the second result is empty."""
+    are normalised together. cos and sin are those of `rope_rotate`. Without k the second result is empty."""
     outputs = _empty_forward(inputs, options, q_dtype, k_dtype)
     _launch_forward(cos, sin, inputs, *outputs, options)
     return outputs
