@@ -146,9 +146,9 @@ def run_attention(name: Any, call: Callable[[], Any]) -> Any:
 
 
 class AttentionOutputs:
-    """A call of layer `index` for a checkpoint. The first run saves the outputs of attention for the second, each as
-    `save(tensor)`, which has a method `unpack`, or as the tensor itself if `save` is None. `layers` is told what was
-    saved."""
+    """A function that calls layer `index` for a checkpoint. The first run saves the outputs of attention for the
+    second, each as `save(tensor)`, which has a method `unpack`, or as the tensor itself if `save` is None. `layers` is
+    told what was saved."""
 
     def __init__(
         self, function: Callable, layers: "LayerAttention", index: int, save: Callable[[Tensor], Any] | None = None
@@ -207,7 +207,8 @@ class AttentionOutputs:
 
 
 class _SavedCall:
-    """The saved outputs of one call of attention, whose name holds the operator and the form of its arguments."""
+    """The saved outputs of one call of attention, whose name holds the operator and the form of its arguments. `save`
+    is that of `AttentionOutputs`."""
 
     def __init__(self, name: Any, results: Any, save: Callable[[Tensor], Any] | None) -> None:
         self.name = name

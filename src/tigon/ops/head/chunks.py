@@ -33,7 +33,7 @@ from tigon.runtime.tuning import LaunchConfig
 @dataclass(frozen=True)
 class ChunkConfig(LaunchConfig):
     budget_mib: float  # MiB that the logits of a chunk may take, unless the caller passes another cap
-    # whether chunks may be longer than the budget allows, so that there are no more than `max_chunks`
+    # True if chunks may be longer than the budget allows, so that there are no more than `max_chunks`.
     may_exceed_budget: bool
     # MiB that the logits of one sequence or pair may take, which `linear_loss` cannot divide
     unit_budget_mib: float

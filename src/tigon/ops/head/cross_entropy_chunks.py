@@ -31,7 +31,7 @@ from tigon.runtime.launch import launcher
 class LossSettings(NamedTuple):
     head: HeadSettings
     wants: Wants
-    # whether the losses of all tokens are summed
+    # True if the losses of all tokens are summed.
     is_reduced: bool
     options: Options
 

@@ -132,7 +132,7 @@ class Needs(NamedTuple):
     dx: bool
     dw: bool
     db: bool
-    # of the factors of `LowRank`
+    # These are the gradients of the factors of `LowRank`.
     dlow_h: bool = False
     dlow_b: bool = False
 

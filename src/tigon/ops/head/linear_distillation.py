@@ -79,10 +79,11 @@ class DistillationOutput(NamedTuple):
     """
 
     loss: Tensor
-    # the divergence and the cross entropy without their weights, reduced like the loss; fp32
+    # The divergence and the cross entropy (fp32) are unweighted and reduced like the loss. They are None unless
+    # requested.
     divergence: Tensor | None = None
     cross_entropy: Tensor | None = None
-    # [...] fp32: the entropy of the student at the temperature in nats, 0 for ignored tokens
+    # [...] fp32: the entropy of the student at the temperature in nats. It is 0 for ignored tokens.
     entropy: Tensor | None = None
 
 

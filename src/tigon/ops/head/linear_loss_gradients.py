@@ -213,7 +213,7 @@ class LossProblem(NamedTuple):
     plan: ChunkPlan
     settings: HeadSettings
     options: Options
-    # whether the function takes these values too
+    # These flags are True if the function takes the entropies, or the sums of the squared probabilities, too.
     with_entropy: bool
     with_sum_sq_probs: bool
 

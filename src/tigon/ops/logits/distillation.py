@@ -48,7 +48,7 @@ class DistillationConfig(LaunchConfig):
     """Launch parameters: a program reads `block_v` logits of each model at a time, each thread `lane` neighbours."""
 
     block_v: int
-    # logits in 16 bytes
+    # This is the number of logits in 16 bytes.
     lane: int
     num_warps: int
 

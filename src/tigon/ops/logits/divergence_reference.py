@@ -109,7 +109,7 @@ class DistillationOptions(NamedTuple):
     teacher_logit_scale: float
     ignore_index: int
     has_labels: bool
-    # whether the divergence and the cross entropy are returned in addition to their weighted sum
+    # True if the divergence and the cross entropy are returned in addition to their weighted sum.
     returns_parts: bool
     with_entropy: bool
 
@@ -122,7 +122,7 @@ class RowLosses(NamedTuple):
     """The losses of rows, each [M] fp32 and scaled, except the entropy. All are 0 for ignored rows."""
 
     loss: Tensor
-    # the divergence and the cross entropy, without their weights; None unless they are requested
+    # The divergence and the cross entropy are unweighted. They are None unless they are requested.
     soft: Tensor | None = None
     hard: Tensor | None = None
     entropy: Tensor | None = None  # the entropy of the student at the temperature in nats, or None

@@ -42,11 +42,12 @@ WARPS = ((2048, 4), (4096, 8), (16384, 16), (32768, 32))
 
 @dataclass(frozen=True)
 class SoftmaxConfig(LaunchConfig):
-    # rows of a tile
+    # A tile has this many rows.
     block_m: int
     block_n: int
     num_warps: int
-    # whether backward keeps y in registers; a wide row leaves no registers for y, so y is read again from L1 or L2
+    # True if y stays in registers during backward. A wide row leaves no registers for y, so y is read again from L1 or
+    # L2.
     keeps_y: bool = True
 
     @staticmethod

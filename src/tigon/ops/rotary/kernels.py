@@ -309,7 +309,8 @@ def rope_rotate(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate q [B, Hq, S, D] and k [B, Hk, S, D] or None (heads may be in dimension 2), or rotate their gradients back.
     cos and sin are [B | 1, S, R], or [3, B | 1, S, R] with `options.axes`, with equal strides; that of the features is
-    1, or 2 with `options.table` "once". Without k the second result is empty."""
+    1, or 2 with `options.table` "once". The results have `q_dtype` and `k_dtype`. Without k the second result is
+    empty."""
     outputs = _empty_rotated(q, k, q_dtype, k_dtype)
     _launch_forward(cos, sin, HeadInputs(q, k, None, None), *outputs, None, options, backward)
     return outputs

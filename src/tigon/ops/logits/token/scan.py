@@ -26,7 +26,7 @@ class ScanConfig(LaunchConfig):
     """Launch parameters: a program reads `block_v` logits at a time, and each thread reads `lane` neighbours."""
 
     block_v: int
-    # logits in 16 bytes
+    # This is the number of logits in 16 bytes.
     lane: int
     num_warps: int
 
