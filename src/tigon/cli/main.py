@@ -193,7 +193,8 @@ def show_progress(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def pick_device(name: str, others: tuple[str, ...] = ()) -> str:
-    """Return the device `name`. "auto" stands for CUDA if torch sees a GPU, and else for the CPU."""
+    """Return the device `name`. "auto" stands for CUDA if torch sees a GPU, and else for the CPU. If `others` holds
+    "mps", the GPU of a Mac, "auto" prefers it to the CPU."""
     import torch
     import typer
 

@@ -118,7 +118,9 @@ class _Given(NamedTuple):
 
 
 class GradientPlace:
-    """The place of a gradient in the memory of a graph. It does not keep the memory from being used by other graphs."""
+    """The place of a gradient in the memory of a graph. It does not keep the memory from being used by other graphs.
+    `torch.as_tensor` reads `__cuda_array_interface__` and makes a tensor without a copy. The tensor keeps this object
+    alive, and therefore the owners of the memory."""
 
     def __init__(self, gradient: Tensor, owners: Any, is_of_forward: bool) -> None:
         self.owners = owners
@@ -152,6 +154,7 @@ class Pair:
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
     inputs: dict[str, Tensor]
+    # The output that has a gradient, and its upstream gradient.
     output: Tensor
     upstream: Tensor
     outputs: Any
@@ -244,7 +247,10 @@ def capture(
     replace: Callable[[Sequence[nn.Parameter]], AbstractContextManager], memory: GraphMemory,
     inputs: dict[str, Tensor | float], parameters: Sequence[Tensor], *, warms_up: bool,
 ) -> Pair:  # fmt: skip
-    """Capture a call as two graphs. `compute` returns the outputs of static inputs, and the one with a gradient."""
+    """Capture a call as two graphs. `compute` takes static inputs and aliases of the `parameters`, and returns the
+    outputs of the call, and the one of them that has a gradient. In the block that `replace` returns, the model has
+    these aliases. A number in `inputs` becomes a tensor without dimensions. `warms_up` runs the call once before, so
+    that libraries allocate what they keep."""
     begin = time.perf_counter()
     static = {name: _static_input(value, memory.device) for name, value in inputs.items()}
     # Nodes of autograd that a living loss of an earlier step refers to belong to another stream. Aliases have new ones.
@@ -306,7 +312,8 @@ def release_cached_memory(device: torch.device) -> None:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return a copy of an output, such as a tuple or a dict of tensors, with `function` applied to every tensor."""
+    """Return a copy of an output, such as a tuple or a dict of tensors, with `function` applied to every tensor. It
+    raises `NotCaptured` for an object with attributes, which may hold tensors that the next replay overwrites."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):

@@ -16,7 +16,8 @@ from tigon.runtime.compat.autograd import AccumulateGrad
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Run a capture, which computes a call once, without changes of buffers and of random numbers on the host."""
+    """Run a capture, which computes a call once, without changes of buffers and of random numbers on the host. It
+    raises `NotCaptured` if the block draws random numbers on the host: each replay would have the same ones."""
     # A buffer that each forward writes to has been written to before.
     buffers = [(x, x.clone()) for x in model.buffers() if not x.is_inference() and x._version]
     numbers = host_random_state()
@@ -65,7 +66,8 @@ def compute_call(
     constants: dict[str, Any], further_leaves: list[weakref.ref[Tensor]], inputs: dict[str, Tensor],
     parameters: Sequence[nn.Parameter],
 ) -> tuple[Any, Tensor]:  # fmt: skip
-    """Run a forward; return its outputs, and the one that has a gradient."""
+    """Run a forward; return its outputs, and the one that has a gradient. `further_leaves` gets references to leaves
+    that are neither parameters nor inputs: a hook may let the output of the embeddings need a gradient."""
     # Autocast would take the casts of the warm-up, and a replay would not cast again.
     torch.clear_autocast_cache()
     with context():

@@ -82,7 +82,9 @@ class Preparation(NamedTuple):
 
 
 class GraphedForward:
-    """Recipe that runs a forward, or another recipe, as a pair of graphs where this is possible."""
+    """Recipe that runs a forward, or another recipe, as a pair of graphs where this is possible. `prepare` returns the
+    call with arguments for which few signatures exist. `check` raises `NotCaptured` if no call of the model can be
+    captured as it is now."""
 
     def __init__(
         self, inner: Callable | None, record: GraphRecord,
@@ -241,7 +243,7 @@ class GraphedForward:
             raise NotCaptured(reason)
         pair.writes_to_model = self.state.tensor_versions() != versions
         self.record.captured.append(Captured(text, pair.seconds))
-        # The user learns what takes so long.
+        # Tell the user why this step takes so long.
         text = f"tigon: captured {text} as a pair of CUDA graphs in {pair.seconds:.1f} s"
         LOGGER.info(text) if LOGGER.isEnabledFor(logging.INFO) else print(text, file=sys.stderr, flush=True)
         return pair

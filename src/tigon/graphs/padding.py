@@ -123,7 +123,8 @@ class PaddedCall:
 
 
 def pad_call(arguments: dict[str, Any], length: int, rules: PaddingRules | None = None) -> PaddedCall | str:
-    """Return a call padded on the right to `length`, or the reason why it cannot be padded exactly."""
+    """Return a call padded on the right to `length`, or the reason why it cannot be padded exactly. The given arguments
+    are not changed. At the length of the sequences themselves, only a mask without effect is left out."""
     rules = rules or PaddingRules()
     tokens, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
     x: Any = embeds if tokens is None else tokens
@@ -238,7 +239,8 @@ def _reads_left_padding(mask: Tensor, arguments: dict[str, Any]) -> bool:
 
 
 def has_useless_mask(arguments: dict[str, Any], rules: PaddingRules) -> bool:
-    """Return whether a call gives the same results without its mask [B, S]; False if it has none."""
+    """Return whether a call gives the same results without its mask [B, S]; False if it has none. The host waits for
+    the device, as transformers would, which looks for zeros in a mask."""
     mask = arguments.get("attention_mask")
     has_positions = any(arguments.get(name) is not None for name in _POSITIONS)
     if not isinstance(mask, Tensor) or mask.dim() != 2 or has_positions or rules.needs_mask(arguments):

@@ -43,7 +43,8 @@ LOGGER = logging.getLogger("tigon")
 
 
 def describe_bypass(what: str, model: nn.Module, origin: str) -> str:
-    """Return the sentence that says what replaced a part of a patched model, what is off, and what to call."""
+    """Return the sentence that says what replaced a part of a patched model, what is off, and what to call. `what` is
+    the part, such as "the forward". `origin` is the Python module with the new code, or "" for the model's class."""
     if origin.partition(".")[0] == "trl":
         advice = "call tigon.integrations.trl.enable() before the trainer is built"
     else:
@@ -59,6 +60,7 @@ class LossWatch:
     """Warns once if a model has another forward than the patched one. The warning is added to the notes of a report."""
 
     def __init__(self, model: nn.Module, state: Any, notes: list[str]) -> None:
+        # `state` is the `FusedLoss` of the model.
         self.model, self.state, self.notes = weakref.ref(model), state, notes
         self.is_on = True
 
@@ -137,12 +139,14 @@ class AdapterWatch:
 
 
 class WatchedBody:
-    """Recipe for the body of a model: it makes the checks, then runs the body's earlier forward."""
+    """Recipe for the body of a model: it makes the checks, then runs the body's earlier forward. `inner` is the recipe
+    that the body had before, or None for the forward of its class."""
 
     def __init__(
         self, inner: Callable | None, loss: LossWatch | None = None, adapters: AdapterWatch | None = None
     ) -> None:
         self.inner, self.loss, self.adapters = inner, loss, adapters
+        # The first call sets this forward of the body's class.
         self.numbering: NumberingForward | None = None
 
     def __reduce__(self) -> tuple:
@@ -169,7 +173,8 @@ class WatchedBody:
 def watch_body(
     model: nn.Module, options: LossOptions | None, names: Mapping[nn.Module, str] | None, report: Report
 ) -> Callable[[], None]:
-    """Set the options of a loss in the head, and let the body of its model make the checks. Return the undoing."""
+    """Set the options of a loss in the head, and let the body of its model make the checks. Return the undoing.
+    `options` is None without a loss in the head. `names` is None to look for no adapters."""
     loss: LossWatch | None = None
     if options is not None and (replacement := find_replacement(model)) is not None:
         forward: Any = replacement.recipe

@@ -71,6 +71,7 @@ class ConstructorPatch:
                 latest, report = self.patch(model), self.report
                 report.model = f"every new {self.config.model_type}, the last a {latest.model}"
                 report.empty, report.entries, report.outcomes = latest.empty, latest.entries, latest.outcomes
+                # The notes are shared, because the model may add warnings to them later.
                 report.take_notes(latest)
                 report.notes.insert(0, NOTE)
             return result

@@ -222,7 +222,8 @@ def plan_fp8(names: Mapping[nn.Module, str], settings: FP8Settings | None, recip
 
 
 def _norms_behind(widths: Collection[int], recipes: Mapping[nn.Module, Any]) -> dict[nn.Module, RMSNormRecipe]:
-    """Return recipes for those norms whose gradients FP8 layers of these widths read, which find their maxima."""
+    """Return recipes for those norms whose gradients FP8 layers of these widths may read. Their backward finds the
+    maxima of the gradients. The widths exclude the norms of each head."""
     return {
         norm: replace(recipe, finds_maximum=True)
         for norm, recipe in recipes.items()

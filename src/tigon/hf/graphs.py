@@ -17,6 +17,7 @@ from tigon.hf.transformers_private import attention_of, is_switched_on, masks_as
 from tigon.recognition.parts.mixers import boundaries_in
 from tigon.recognition.replacement import exchange, find_recipe, find_replacement, foreign_forward, install
 
+# Arguments, and settings of the config, that request more outputs than a graph has.
 _FURTHER_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 

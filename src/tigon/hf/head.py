@@ -7,7 +7,9 @@ Three places of the instance change, and no model's forward is copied:
   model still calls the head as a module, so hooks that gather or shard weights run as usual.
 - `model.loss_function` (`tigon.hf.loss_function`) returns that loss, tied to the placeholder, so that the head's output
   stays in the graph. The value of its middle element, the marker, shows whether the model still does to its logits what
-  it did when it was patched. The outer elements are NaN, so that any other computation from them gives NaN or raises.
+  it did when it was patched. If it differs, the call raises an error; on a GPU, where the host does not wait, the loss
+  is NaN and a later call raises the error (`tigon.runtime.late_checks`). The outer elements are NaN, so that any other
+  computation gives NaN, also if an engine has converted the placeholder to a plain tensor, whose use does not raise.
 
 A call is fused in training mode with labels, or with `skip_logits=True`, if the numbers that the model's forward reads
 (a soft cap, a scale) and its loss function are those that `tigon.hf.learn` measured. Otherwise the stock code runs.
@@ -58,6 +60,7 @@ class LossCall:
     head: Any
     # The layer with adapters that computes the loss in place of the head, or None.
     layer: Any
+    # The number of rows of the head's weight.
     vocabulary: int
     labels: Tensor  # [B, S]
     shift_labels: Tensor | None
@@ -96,6 +99,7 @@ class FusedLoss(threading.local):
     """State that the three replacements share. It holds no module, so a copy of the head stays small."""
 
     spec: Spec
+    # The fused call of this thread, or None outside of one.
     call: LossCall | None = None
     # True while the patched forward of the model runs in this thread.
     is_running: bool = False
@@ -131,7 +135,8 @@ class FusedLoss(threading.local):
         return changed_setting(model, (*self.spec.settings, *sizes))
 
     def find_head(self, child: nn.Module) -> tuple[Any, Any]:
-        """Return the linear layer that computes the logits, and the layer with adapters around it."""
+        """Return the linear layer that computes the logits, and the layer with adapters around it. The second value is
+        None without adapters. The first one is None if no such linear layer is found."""
         head = called_head(child, self.is_head)
         if head is None and not torch.compiler.is_compiling() and adopt_heads(child, HeadForward(self)):
             head = called_head(child, self.is_head)
@@ -197,6 +202,7 @@ class CausalLMForward:
     options: LossOptions = field(default_factory=LossOptions)
     notes: list[str] = field(default_factory=list)
     warns_of_replaced_loss: bool = True
+    # The forward of the class with the op for the auxiliary loss of routers; None without such a loss.
     router_losses: RouterLossForward | None = None
 
     def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +246,8 @@ class CausalLMForward:
 
 
 def find_resized_heads(recipes: Mapping[nn.Module, Any]) -> None:
-    """Replace the forward of each head that was resized since its model was patched."""
+    """Replace the forward of each head that was resized since its model was patched. A compiled call of the model
+    cannot do this."""
     for module, recipe in recipes.items():
         if isinstance(recipe, CausalLMForward):
             recipe.fused.find_head(getattr(module, recipe.fused.spec.head))
@@ -262,7 +269,8 @@ class HeadForward:
         return type(head).forward(head, hidden) if output is None else output
 
     def compute_loss(self, head: Any, hidden: Tensor, low_rank: tuple[Tensor, Tensor] | None = None) -> Tensor | None:
-        """Compute the loss of the current call, and return its placeholder; None if the call needs logits."""
+        """Compute the loss of the current call, and return its placeholder; None if the call needs logits. `low_rank`
+        holds the factors [B, S, R] and [V, R] of a product that is added to the logits."""
         call, spec, weight = self.fused.call, self.fused.spec, head.weight
         is_sharded = is_sharded_by_rows(hidden, weight, head.bias)
         if (

@@ -26,7 +26,9 @@ class StackPlace(NamedTuple):
     """The place of a layer in a stack, and what the layers of the stack share."""
 
     number: int = 0
+    # The object that moves the inputs of the layers to the host; None if they stay on the device.
     inputs: LayerInputs | None = None
+    # The object that says which layers save the outputs of attention; None if no layer does.
     attention: LayerAttention | None = None
     memory: Memory = Memory("checkpoint")
 

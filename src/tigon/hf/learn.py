@@ -88,7 +88,8 @@ class _Stub:
 
 
 def _twin(model: nn.Module, head: str, new_head: Callable, seed: int, hidden: Tensor | None = None) -> nn.Module:
-    """Return a stand-in of the model. Its head is `new_head`. Stubs replace all other children that have parameters."""
+    """Return a stand-in of the model. Its head is `new_head`. Stubs replace all other children that have parameters.
+    Tensors of the model itself, not of a child, are random."""
     outputs = _BodyOutputs((normal(seed, BATCH, LENGTH, FEATURES) if hidden is None else hidden,))
     stub = lambda child: child if child is None or has_no_tensors(child) else _Stub(child, outputs)
     children = {name: stub(child) for name, child in model._modules.items()}
@@ -102,7 +103,8 @@ def _twin(model: nn.Module, head: str, new_head: Callable, seed: int, hidden: Te
 
 
 def _run(twin: nn.Module, **kwargs: Any) -> Any:
-    """Run a stand-in of the model on a batch of tokens."""
+    """Run a stand-in of the model on a batch of tokens. If the forward takes a mask, the last two tokens of the first
+    sequence are padding."""
     parameters = inspect.signature(type(twin).forward).parameters
     # The model's own code computes auxiliary outputs (a router's loss) from values that only the real body has.
     inputs: dict[str, Any] = {name: False for name in parameters if name.startswith("output_")}

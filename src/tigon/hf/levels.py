@@ -80,7 +80,8 @@ def _apply_level(model: nn.Module, memory: Memory) -> list[Callable[[], None]]:
 
 
 def describe_level(reference: Callable[[], nn.Module | None], requested: Memory) -> str | None:
-    """Return the note of a report that says what the layers of a model save now."""
+    """Return the note of a report that says what the layers of a model save now. It is None for the default level
+    without checkpoints, and for a deleted model. If another level than `requested` is in force, the note says so."""
     if (model := reference()) is None:
         return None
     installed = {module: call for module, call in layer_calls(model).items() if is_innermost(module)}
@@ -121,10 +122,11 @@ def _describe_checkpoints(model: nn.Module, memory: Memory, calls: list[LayerCal
 
 @dataclass(eq=False)
 class LeanForward:
-    """Recipe that runs the forward of the module's class, or another recipe, in a block of `lean`."""
+    """Recipe that runs the forward of the module's class, or another recipe, in a block of `lean`. If a later patch has
+    set a level without `lean`, the forward runs without this block."""
 
     inner: Callable | None
-    # The level, and True if the block also recomputes the gate and up projections, as not all blocks may do.
+    # The level, and whether this block also recomputes the gate and up projections. A level may do so in some blocks.
     setting: tuple[Memory, bool]
     # The snapshots of the state that projections read. They are freed with the model.
     reachable_states: ReachableStates = field(default_factory=weakref.WeakKeyDictionary, repr=False)
@@ -152,7 +154,8 @@ def _lean_places(model: nn.Module) -> list[nn.Module]:
 
 
 def _make_lean(model: nn.Module, memory: Memory) -> list[Callable[[], None]]:
-    """Let the model and its bodies run in `lean`, or no longer as after an earlier patch; return the undoings."""
+    """Let the model and its bodies run in `lean`. A level without `lean` switches off the blocks of an earlier patch.
+    Return the functions that undo this."""
     is_lean, in_all = memory.level == "lean", memory.mlp is True
     undo = [_make_place_lean(place, memory, in_all) for place in _lean_places(model) if is_lean or _has_block(place)]
     # The block of a layer adds its options to the block of the model. The first layers are chosen, because backward
@@ -198,7 +201,9 @@ def warn_of_useless_level(model: nn.Module, stacklevel: int) -> None:
 
 
 class LevelSwitch:
-    """Replaces the method by which transformers sets the switches of a model, for a model with a memory level."""
+    """Replaces the method by which transformers sets the switches of a model, for a model with a memory level. It
+    switches the checkpoints of the level on or off. At a level with `lean`, transformers checkpoints the layers
+    instead, and a warning says that the level has no effect in them."""
 
     def __init__(self, model: nn.Module | None) -> None:
         # The reference is weak, so that a deleted model frees its memory at once.

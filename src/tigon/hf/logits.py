@@ -94,7 +94,9 @@ CASTS = frozenset(("to", "type", "type_as", "bfloat16", "half"))
 
 
 class Placeholder(Tensor):
-    """A tensor of three elements that the head returns in place of its logits."""
+    """A tensor of three elements that the head returns in place of its logits. `is_exact` is True if every operation so
+    far had an fp32 result, so that the value has only rounding errors of fp32. `shape` and `size()` return
+    `logits_shape`, the shape of the logits that it stands for."""
 
     is_exact = False
     logits_shape: torch.Size | None = None

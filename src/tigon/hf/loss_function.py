@@ -77,7 +77,7 @@ class LossFunction:
         return static.__get__(model, type(model)) if hasattr(static, "__get__") else static
 
     def stock_function(self) -> Callable:
-        """Return the loss function that the model would use without this one."""
+        """Return the loss function that the model would use without this one; for a deleted model, the last one."""
         model = self.model()
         if model is not None and not torch.compiler.is_compiling():
             return self.choose(model)

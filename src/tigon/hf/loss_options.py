@@ -20,6 +20,7 @@ from tigon.runtime import checks
 class LossOptions:
     """Options of `linear_cross_entropy` that a user of a patched model chooses."""
 
+    # Whether the loss of each token is scaled by the detached probability of its target.
     token_scaling: bool = False
     # The dtype in which the gradient of the head's weight is summed, or None.
     acc_dtype: torch.dtype | None = None
@@ -107,7 +108,8 @@ def _class_with_predictions(cls: type) -> type:
 
 
 def with_predictions(outputs: Any, predictions: dict[str, Tensor]) -> Any:
-    """Add `token_accuracy` and `predicted_tokens` to an output, in place, and return it. A tuple stays as it is."""
+    """Add `token_accuracy` and `predicted_tokens` to an output, in place, and return it. A tuple stays as it is,
+    because its length has a meaning for callers."""
     if isinstance(outputs, tuple) or not predictions:
         return outputs
     if dataclasses.is_dataclass(type(outputs)) and isinstance(outputs, dict):

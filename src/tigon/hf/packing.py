@@ -24,6 +24,7 @@ from tigon.recognition.replacement import installed_recipe
 from tigon.runtime.device import is_capturing
 from tigon.runtime.late_checks import LateFlag
 
+# The values of `config.layer_types` for layers that carry a state from token to token.
 RECURRENT_TYPES = {"linear_attention", "conv", "mamba", "recurrent"}
 # The first parameters of the bodies of transformers, which a caller may pass without names.
 FIRST_PARAMETERS = ("input_ids", "attention_mask", "position_ids", "past_key_values")
@@ -94,7 +95,9 @@ def _positions(kwargs: dict[str, Any]) -> Tensor | None:
 def add_boundaries(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Compute the boundaries of packed samples from positions, in a forward pre-hook. The host waits for a GPU."""
+    """Compute the boundaries of packed samples from positions, in a forward pre-hook. As in transformers, a call with a
+    mask or a cache is not packed. The host waits for a GPU, so the hook raises RuntimeError while a CUDA graph is
+    captured."""
     arguments = {**dict(zip(FIRST_PARAMETERS, args, strict=False)), **kwargs}
     is_given = lambda name: arguments.get(name) is not None
     if boundaries_in(arguments) is not None or is_given("attention_mask") or any(map(is_given, CACHES)):

@@ -128,12 +128,14 @@ class _Running(threading.local):
 class PaddedForward:
     """Recipe that pads the calls in training of a model or its body, and runs the earlier forward."""
 
+    # The earlier recipe, or None for the forward of the class.
     inner: Callable | None
     # None after the patch was undone.
     buckets: Buckets | None
     rules: PaddingRules
     names: tuple[str, ...]
     running: _Running
+    # The notes of the report, which get each new reason why a call was not padded.
     notes: list[str] = field(default_factory=list)
 
     @staticmethod
@@ -197,7 +199,9 @@ def _find_obstacle(model: Any, arguments: dict[str, Any]) -> str | None:
 
 
 def leave_out_mask(body: nn.Module, arguments: dict[str, Any], targets: torch.Tensor) -> dict[str, Any]:
-    """Return the arguments of a call of a body, without a mask that has no effect."""
+    """Return the arguments of a call of a body, without a mask that has no effect. The body of a padded model cannot
+    see that a loss ignores the masked tokens. The caller therefore passes `targets` [B, S], the tokens that the
+    positions predict."""
     recipe = find_recipe(body, PaddedForward)
     if recipe is None or recipe.buckets is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return arguments

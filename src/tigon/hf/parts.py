@@ -24,6 +24,7 @@ from tigon.recognition.rewriting.fused_statements import recognise_fused_stateme
 class Part:
     """How modules of one part are recognised and replaced."""
 
+    # It returns a recipe, the reason why a module of this kind has none, or None for another kind.
     recognise: Callable[[nn.Module], Any]
     install: Callable[[nn.Module, Any], Callable[[], None]]
     # The condition for a comparison with the op. `report.why` shows this text for a module that does not meet it.

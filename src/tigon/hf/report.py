@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 class Entry:
     """Modules of one class that were replaced by the same recipe, or left alone for the same reason."""
 
+    # A key of `tigon.hf.parts.PARTS`, or "fp8".
     part: str
     # The name of the class.
     module: str
     replaced: bool
+    # The recipe, or the reason why there is none.
     detail: str
     names: list[str] = field(default_factory=list)
 

@@ -42,6 +42,7 @@ class Finding:
     result: Any
     # The recipe to install. It also does what an earlier recipe for the module does.
     recipe: Any = None
+    # Why the module keeps its forward although it resembles the part.
     reason: str = ""
     # The explanation if there is neither a recipe nor a reason, or the names of what the recipe leaves out.
     note: str = ""
@@ -173,7 +174,8 @@ class Search:
 
 
 def _activations_of(module: nn.Module, recipe: Any) -> list[nn.Module]:
-    """Return the children whose work the recipe of a module does: those without parameters."""
+    """Return the children whose work the recipe of a module does: those without parameters. The guard of the recipe
+    watches them, so it would fail if one of them got another forward."""
     if isinstance(recipe, MixtureRecipe):
         module = getattr(module, recipe.roles.experts)
     elif not isinstance(recipe, (GLURecipe, MLPRecipe, ExpertsRecipe)):

@@ -31,7 +31,9 @@ class Spec:
     head: str
     softcap: float | None
     logit_scale: float
+    # The arguments of the model's forward that a caller may pass by position.
     positional_arguments: tuple[str, ...]
+    # The options in `LOSS_ARGUMENTS` that the model passes to its loss.
     forwarded_options: frozenset[str]
     # The loss type of the model. torch.compile compiles another graph when it changes.
     loss_type: str | None
@@ -40,6 +42,7 @@ class Spec:
     vocabulary_settings: tuple[tuple[str, ...], ...]
     # Arguments of the model's loss that the standard loss does not have. A call with one of them runs the stock code.
     unknown_arguments: frozenset[str]
+    # The names of the functions in the model's forward that compute `load_balancing_loss`.
     router_losses: tuple[tuple[str, str], ...] = ()
 
     @property

@@ -47,6 +47,7 @@ class State:
     """What `enable` has changed."""
 
     def __init__(self) -> None:
+        # The functions that restore TRL. The list is empty while Tigon is not enabled.
         self.undo: list[Callable[[], None]] = []
         # The level of the models of trainers that are built, or None if the user chooses it for each model.
         self.memory: Memory | MemoryLevel | str | None = None
@@ -173,7 +174,8 @@ def _modules_with(name: str, value: Any) -> list[Any]:
 
 
 def _replace_everywhere(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> Callable[[], None]:
-    """Replace a function of TRL in all modules that have imported it, and return the function that undoes this."""
+    """Replace a function of TRL in all modules that have imported it, and return the function that undoes this. A
+    module that imports the name in the meantime gets the original back too."""
     original = vars(owner)[name]
     value = wrap(original)
     for module in _modules_with(name, original):

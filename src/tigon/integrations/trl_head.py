@@ -75,7 +75,10 @@ def loss_is_sum(kind: SummedLoss | None) -> Iterator[None]:
 
 
 class _SumOfLogProbs(torch.autograd.Function):
-    """Return log-probabilities whose upstream gradient reaches the loss that they belong to, and their entropy."""
+    """Return log-probabilities whose upstream gradient reaches the loss that they belong to, and their entropy. The
+    loss of N valid tokens is L = -1/N sum_t w_t log p_t. The upstream gradient must be c w_t for each token, so dL =
+    -cN. The mean, unlike a sum, keeps the gradients of fp16 models in the range of fp16. The entropy is no part of L.
+    It is differentiable in TRL, so backward refuses its upstream gradient."""
 
     @staticmethod
     def forward(
@@ -165,7 +168,8 @@ class LogitOptions(NamedTuple):
 
 
 def _products_context(hidden: Tensor, weight: Tensor) -> tuple[AbstractContextManager, bool]:
-    """Return the context in which products have the dtype of the hidden states, and whether it is fp32."""
+    """Return the context in which products have the dtype of the hidden states, and whether it is fp32. Without
+    autocast, TRL casts the weight to this dtype."""
     if hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type):
         return contextlib.nullcontext(), False
     if hidden.dtype in (torch.bfloat16, torch.float16):
@@ -195,7 +199,9 @@ def _summed_log_probs(
     hidden: Tensor, head: Head, targets: Tensor, options: LogitOptions, kind: SummedLoss, is_shifted: bool,
     valid_rows: ValidRows | None, acc_dtype: torch.dtype | None,
 ) -> dict[str, Tensor | None]:  # fmt: skip
-    """Compute TRL's outputs for a loss that is a sum of log-probabilities, with three products."""
+    """Compute TRL's outputs for a loss that is a sum of log-probabilities, with three products. Only the
+    log-probabilities are differentiable. Without `is_shifted`, the last position of each sequence predicts nothing and
+    is left out. `acc_dtype` is that of `linear_cross_entropy`."""
     if not torch.compiler.is_compiling():
         raise_earlier()
     scale, softcap, temperature = options
@@ -230,7 +236,8 @@ class ChunkedLogProbs:
         final_logit_softcapping: float | None = None, logit_scale: float = 1.0,
         outputs: tuple[str, ...] = ("log_probs", "entropy"),
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Return log-probabilities, entropy, log sum of squared probabilities, mean logits and top-1 hits."""
+        """Return log-probabilities, entropy, log sum of squared probabilities, mean logits and top-1 hits. Results that
+        `outputs` does not name are None. `chunk_size`, the width of TRL's slabs of the vocabulary, has no effect."""
         options = LogitOptions(logit_scale, final_logit_softcapping, temperature)
         head = Head(weight, bias)
         with gathered(head):

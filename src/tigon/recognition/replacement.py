@@ -232,7 +232,8 @@ def _assigned_forward(module: nn.Module) -> Callable | None:
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Return True if a call of the module runs code apart from the forward of its class and hooks of DeepSpeed."""
+    """Return True if a call of the module runs code apart from the forward of its class and hooks of DeepSpeed. These
+    hooks are on every module and move its parameters."""
     hooks = (hook for name in HOOK_TABLES for hook in getattr(module, name).values())
     has_hook = has_hooks(module) and not all(map(is_hook_of_deepspeed, hooks))
     return has_hook or _assigned_forward(module) is not None or not has_stock_call(module)
@@ -286,7 +287,8 @@ def _undecorated_forward(cls: Any) -> Any:
 
 
 def install(module: nn.Module, recipe: Callable, guard: Any = None) -> Callable[[], None]:
-    """Give a module the forward `recipe`, as long as its guard holds."""
+    """Give a module the forward `recipe`, as long as its guard holds. Return a function that uninstalls it, also if
+    hooks have moved the replacement in the meantime."""
     if (installed := find_replacement(module)) is not None:
         return exchange(installed, "recipe", recipe)
     replacement, attributes, slot = Replacement(module, recipe, guard), vars(module), forward_slot(module)

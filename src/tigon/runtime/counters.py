@@ -33,6 +33,7 @@ class _Shared:
     numbers: list[Tensor] = field(default_factory=list)
 
 
+# The memory of the default stream, by the index of the device.
 _default: dict[int, _Shared] = {}
 
 # The memory of the CUDA graph that is captured, if `shared_in_capture` captures it.
@@ -41,7 +42,8 @@ _captured: _Shared | None = None
 
 @contextlib.contextmanager
 def shared_in_capture() -> Iterator[None]:
-    """Let the launches of one CUDA graph, which the block captures on one stream, share memory of the graph's pool."""
+    """Let the launches of one CUDA graph, which the block captures on one stream, share memory of the graph's pool. The
+    graph sets this memory to zero at the start of each replay."""
     global _captured
     _captured = _Shared()
     try:

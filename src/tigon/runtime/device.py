@@ -33,6 +33,7 @@ class Device:
     multiprocessors: int
     # 32 on NVIDIA, 64 on the Instinct chips of AMD
     warp_size: int
+    # The bytes that one workgroup may use.
     shared_memory: int
     # whether threads can copy from global to shared memory asynchronously: NVIDIA since Ampere
     async_copy: bool = False

@@ -74,7 +74,7 @@ def may_run_twice(hook: Callable) -> bool:
 
 
 def forward_slot(module: nn.Module) -> str:
-    """Return the attribute with the forward that the author wrote, which hooks of accelerate move to `_old_forward`."""
+    """Return the name of the attribute with the author's forward, which hooks of accelerate move to `_old_forward`."""
     # torch.compile can trace this expression.
     is_wrapped = WRAPPER_HOOK in module.__dict__ and WRAPPED_FORWARD in module.__dict__
     return WRAPPED_FORWARD if is_wrapped else "forward"

@@ -8,7 +8,7 @@ one of the two reads disappears: 1 to 1.5 % of a step of Llama-3-8B on an H100.
     layer    maximum = find_maximum(dy)                           None: the quantisation finds it itself
 
 A maximum belongs to one tensor object as long as its memory and its version are the same. Views, copies and casts have
-none.
+none. A write through `tensor.data`, or by a kernel of another library, changes no version and is not noticed.
 """
 
 from typing import NamedTuple
@@ -88,7 +88,8 @@ _records = WeakTensorKeyDictionary()
 
 
 def records_maxima() -> bool:
-    """Return whether maxima are recorded: not in compiled code, nor with ranks, whose collectives write in place."""
+    """Return whether maxima are recorded: not in compiled code, and not in a job of several ranks, because a collective
+    writes in place without a new version."""
     if torch.compiler.is_compiling():
         return False
     return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)

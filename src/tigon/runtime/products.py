@@ -39,6 +39,7 @@ class ProductConfig(LaunchConfig):
 
     # the shortest side of a factor
     min_side: int
+    # The numbers of the tiles of ping-pong kernels, the best one first.
     tiles: tuple[int, ...]
 
     @staticmethod

@@ -46,7 +46,9 @@ def block_of_row(width, blocks, BLOCK: tl.constexpr):
 def plan_blocks(
     kernel: JITFunction, m: int, width: int, strides: tuple[int, ...], block: int, *numbers: float, **constants: Any
 ) -> Plan:
-    """Return the launch of `kernel(*tensors, *strides, *numbers, width, blocks, ...)` over tensors with m rows."""
+    """Return the launch of `kernel(*tensors, *strides, *numbers, width, blocks, ...)` over tensors with m rows.
+    `strides` holds the row stride of each tensor. `numbers` are options such as a scale; they are no constexprs, so a
+    new value does not compile the kernel again. Rows without gaps form one long row, so that no block ends early."""
     # With an odd width, the length of the long row would be divisible by 16 for some batches only, and Triton would
     # compile the kernel twice.
     if width % 16 == 0 and strides.count(width) == len(strides):

@@ -25,7 +25,8 @@ def origin_of(function: Callable) -> str:
 
 
 def written_in(function: Callable) -> str:
-    """Return the Python module that contains the code of a function. `functools.wraps` copies another `__module__`."""
+    """Return the name of the Python module with the code of a function. `functools.wraps` copies a foreign
+    `__module__`."""
     return getattr(function, "__globals__", {}).get("__name__") or origin_of(function)
 
 

@@ -14,6 +14,7 @@ from tigon.runtime.device import Device
 
 Value = TypeVar("Value")
 
+# Fields that replace those of the heuristic's choice, by the class of the config.
 _overrides: dict[type, dict[str, Any]] = {}
 
 

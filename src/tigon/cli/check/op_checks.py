@@ -56,7 +56,8 @@ def compare(
 
 
 def op_checks(ops: list[str] | None, device: torch.device, has_kernels: bool) -> list[Check]:
-    """Return the checks of accuracy, the most telling ones first: a run short of time ends with the rare cases."""
+    """Return the checks of accuracy, the most telling ones first: a run short of time ends with the rare cases. Where
+    kernels run, each op is also checked at the width of a model, which needs several programs."""
     ranked: list[tuple[int, Check]] = []
 
     def add(rank: int, call: OpCall, options: dict[str, Any], sizes: tuple[int, ...], dtype: torch.dtype) -> None:

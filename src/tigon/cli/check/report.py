@@ -63,7 +63,8 @@ class CheckReport:
     environment: dict[str, str] = field(default_factory=dict)
 
     def run(self, check: Check) -> None:
-        """Run a check, and add its outcome. An error never ends the run."""
+        """Run a check, and add its outcome. An error never ends the run. The function of the check raises `NotChecked`
+        if it cannot run here, and any other exception if it fails."""
         part, group, name, function = check
         start, status, note = time.perf_counter(), "passed", ""
         try:

@@ -34,7 +34,8 @@ def add_adapters(model: nn.Module, rank: int, dtype: torch.dtype, is_quantised: 
 
 
 class FourBitLinear(nn.Module):
-    """A linear layer on meta that takes the memory of `bitsandbytes.nn.Linear4bit`: nf4 with double quantisation."""
+    """A linear layer on meta that takes the memory of `bitsandbytes.nn.Linear4bit`: nf4 with double quantisation.
+    `dtype` is that of the dense weight. FSDP shards the weight, but not the scales, which are buffers."""
 
     def __init__(self, in_features: int, out_features: int, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -59,7 +60,8 @@ class FourBitLinear(nn.Module):
 
 
 class _FourBitProduct(torch.autograd.Function):
-    """Multiply by the weight of a `FourBitLinear`, which forward and backward each dequantise and free."""
+    """Multiply by the weight of a `FourBitLinear`, which forward and backward each dequantise and free. As in
+    bitsandbytes, the node holds only the packed weight for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FourBitLinear) -> Tensor:

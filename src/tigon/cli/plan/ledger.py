@@ -76,7 +76,9 @@ class Work:
 
 
 class Ledger(DispatchMode):
-    """A block in which meta tensors are counted as if they were on a GPU."""
+    """A block in which meta tensors are counted as if they were on a GPU. `live` and `peak` are the bytes that are
+    alive now, and the most that were alive; `host` those of pinned memory. `shards` GPUs share the parameters and their
+    gradients."""
 
     def __init__(self) -> None:
         super().__init__()

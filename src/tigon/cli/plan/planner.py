@@ -193,7 +193,8 @@ def _largest(count: Callable[[int], Step], first: int, settings: PlanSettings) -
 
 
 def _crossing(a: Step, b: Step, settings: PlanSettings) -> int:
-    """Return the largest batch that fits if the memory of each stage is a line through two steps."""
+    """Return the largest batch that fits if the memory of each stage is a line through two steps. The peak of a small
+    batch is in the optimizer's step, which does not grow with the batch."""
     batch = float(MAX_BATCH)
     lines = [(*peaks, settings.budget) for peaks in zip(a.peaks, b.peaks, strict=True)]
     for at_a, at_b, limit in (*lines, (a.host, b.host, settings.host_budget)):
@@ -318,7 +319,8 @@ def plan(
 
 
 def recommend(plans: list[LevelPlan], settings: PlanSettings, has_batch: bool) -> LevelPlan | None:
-    """Return the plan of the fastest level that fits; None if none fits."""
+    """Return the plan of the fastest level that fits; None if none fits. Without a batch from the user, each level is
+    judged at its largest one."""
     plans = [level_plan for level_plan in plans if level_plan.level != STOCK]
     if has_batch:
         fitting = [level_plan for level_plan in plans if level_plan.fits(settings)]

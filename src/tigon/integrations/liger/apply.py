@@ -62,6 +62,7 @@ SAME_FUNCTION = {
 
 logger = logging.getLogger(__name__)
 
+# The patches of model types that are in force. A second call replaces the options of the first one.
 _reports: dict[str, Report] = {}
 
 
@@ -222,6 +223,7 @@ class AutoLigerKernelForCausalLM:
         return _parts(options, others=True)
 
 
+# The functions below belong to `liger_kernel.utils`.
 def is_peft_available() -> bool:
     """Return whether peft can be imported."""
     return importlib.util.find_spec("peft") is not None

@@ -58,7 +58,9 @@ def _check_targets(target: Tensor, ignore_index: int, v: int) -> None:
 def cross_entropy(
     input: Tensor, target: Tensor, weight: Tensor | None, *, lse_square_scale: float, ignore_index: int, **options: Any
 ) -> Any:
-    """Return `tigon.cross_entropy` of logits [T, V] in their dtype, or a `CrossEntropyOutput` if more was requested."""
+    """Return `tigon.cross_entropy` of logits [T, V] in their dtype, or a `CrossEntropyOutput` if more was requested. As
+    in Liger, the check of the targets waits for the device and raises AssertionError. In a CUDA graph and in compiled
+    code there is no check, and the loss of a wrong target is NaN."""
     result = logits_loss.cross_entropy(
         input, target, weight, ignore_index=ignore_index, z_loss=lse_square_scale, **options
     )
@@ -78,7 +80,8 @@ def fused_linear_cross_entropy(
     input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ce_weight: Tensor | None, *,
     lse_square_scale: float, accum_dtype: torch.dtype | None, use_token_scaling: bool, **options: Any,
 ) -> Any:  # fmt: skip
-    """Return `tigon.linear_cross_entropy` of hidden states [T, H] and a head [V, H], in fp32."""
+    """Return `tigon.linear_cross_entropy` of hidden states [T, H] and a head [V, H], in fp32. The result is a
+    `CrossEntropyOutput` if more than the loss was requested."""
     result = linear_cross_entropy(
         input, weight, target, linear_bias=bias, weight=ce_weight, z_loss=lse_square_scale, acc_dtype=accum_dtype,
         token_scaling=use_token_scaling, **options,
@@ -99,8 +102,8 @@ def scaled_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, *, selected_token_ids: Tensor | None = None, group: Any = None,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """Return -log p(target) [T], and on request the entropy [T] and the log-probabilities of K tokens [T, K], in
-    fp32."""
+    """Return -log p(target) [T], and on request the entropy [T] and the log-probabilities of K tokens [T, K], in fp32.
+    With a group, `weight` has the rows of this rank, and every rank has equally many."""
     ranks = 1 if group is None else group.size()
     sharding: dict[str, Any] = {"process_group": group, "vocab_size": ranks * weight.shape[0]} if ranks > 1 else {}
     extra_targets = None if selected_token_ids is None else selected_token_ids.expand(target.numel(), -1)
@@ -180,7 +183,8 @@ def fused_linear_jsd(
     student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
     shift_labels: Tensor | None, *, jsd_beta: float, temperature: float, ignore_index: int, accum_dtype: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Return the generalised Jensen-Shannon divergence of two heads, by `tigon.linear_distillation`."""
+    """Return the generalised Jensen-Shannon divergence of two heads, by `tigon.linear_distillation`. It is the mean
+    over the tokens."""
     check_temperature("LigerFusedLinearJSD", temperature)
     loss = linear_distillation(
         student_input, student_weight, shift_labels, teacher_hidden=teacher_input, teacher_weight=teacher_weight,
@@ -302,7 +306,8 @@ def liger_modulated_rms_norm(
     X: Tensor, W: Tensor | None, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
     casting_mode: str = "llama", in_place: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Return (1 + scale) * norm(X) + shift in the dtype of X, as in diffusion transformers (arXiv:2212.09748)."""
+    """Return (1 + scale) * norm(X) + shift in the dtype of X, as in diffusion transformers (arXiv:2212.09748). `scale`
+    and `shift` are [H], one row for each sequence [B, H], or [..., H]."""
     y = liger_rms_norm(X, W, eps, offset, casting_mode)
     z = y * (1 + _broadcast("scale", scale, y))
     return (z if shift is None else z + _broadcast("shift", shift, y)).to(y.dtype)

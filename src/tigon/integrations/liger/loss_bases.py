@@ -36,6 +36,7 @@ class _LossBase(torch.autograd.Function):
     # The parameters of `forward` after `cls` and `ctx`, and the names of those that get gradients.
     signature: inspect.Signature
     differentiable = ("_input", "weight", "bias")
+    # The name of the function that a subclass defines.
     loss_function: str
 
     @staticmethod
@@ -74,7 +75,8 @@ def _signature(parameters: str) -> inspect.Signature:
 def _differentiate(
     tensors: Tensors, compute: Callable[..., tuple[Tensor, Any]], rows: slice = slice(None)
 ) -> tuple[Any, list[Tensor | None]]:
-    """Return the loss and the further outputs of `compute(*tensors)`, and the gradients of the tensors."""
+    """Return the loss and the further outputs of `compute(*tensors)`, and the gradients of the tensors. `rows` selects
+    a part of the first tensor, the hidden states."""
     parts = (rows, slice(None), slice(None))
     with torch.enable_grad():
         leaves = [
@@ -115,7 +117,8 @@ def _reference(name: str, a: SimpleNamespace) -> Tensor | None:
 
 
 class LigerFusedLinearPreferenceBase(_LossBase):
-    """The base of losses of pairs: a subclass defines `preference_loss_fn`."""
+    """The base of losses of pairs: a subclass defines `preference_loss_fn`. Its forward returns the loss, and the
+    log-probabilities, mean logits, NLL and further values."""
 
     loss_function = "preference_loss_fn"
     signature = _signature(
@@ -154,8 +157,8 @@ class LigerFusedLinearPreferenceBase(_LossBase):
 
 
 class LigerFusedLinearPPOBase(_LossBase):
-    """Give a module the forward `recipe`, as long as its guard holds. Return a function that undoes it, also behind
-    hooks."""
+    """The base of losses of policies: a subclass defines `ppo_loss_fn`, which gets all options by name. Its forward
+    returns the loss and the metrics of `ppo_loss_fn`."""
 
     loss_function = "ppo_loss_fn"
     signature = _signature(

@@ -19,6 +19,7 @@ from tigon.losses import cpo_loss, dpo_loss, kto_loss, orpo_loss, sequence_log_p
 from tigon.ops.head.linear_distillation import DistillationOutput, linear_distillation
 from tigon.ops.head.linear_loss import linear_loss
 
+# Of these types of Liger's DPO, exo_pair and robust use label smoothing.
 DPO_TYPES = (
     "sigmoid", "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop",
 )  # fmt: skip

@@ -15,6 +15,7 @@ from tigon.losses.sequences import half
 from tigon.ops.head.linear_log_probs import linear_log_probs
 from tigon.ops.head.linear_loss import linear_loss
 
+# It takes log-probabilities [N, L], and returns the loss of the pairs and further values.
 PairLoss = Callable[[Tensor], tuple[Tensor, ...]]
 
 

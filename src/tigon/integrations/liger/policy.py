@@ -23,7 +23,9 @@ from tigon.ops.logits.cross_entropy import cross_entropy
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 TYPES_WITHOUT_CLIPPING = ("cispo", "sapo", "vespo")
+# The parameters of the weights of VESPO, in the order of `GammaWeight`.
 GAMMA = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+# The target of tokens outside of completions.
 IGNORED = -100
 
 

@@ -19,7 +19,9 @@ from tigon.ops.logits.softmax import softmax as tigon_softmax
 from tigon.ops.mlps.activations import relu2
 from tigon.ops.mlps.glu import swiglu as tigon_swiglu
 
+# The losses, the z-losses, the token accuracy and the predicted tokens.
 Losses = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+# A function, its parameters here, and those that have another name in the function.
 Row = tuple[Callable[..., Any], str, dict[str, str]]
 
 LOSS_OPTIONS = (

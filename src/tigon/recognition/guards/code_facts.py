@@ -63,7 +63,7 @@ _OWNERS = torch.Tensor, torch, torch.nn.functional, builtins
 
 
 def _is_harmless(place: Place, reach: Reach) -> bool:
-    """Return True if a place holds data, code that `explore` has read, or what torch calls by one of these names."""
+    """Return True if a place holds data, code that `explore` has read, or what torch calls by a name in `_HARMLESS`."""
     value = place.value
     if is_simple(value) or isinstance(value, (Tensor, nn.Module, types.ModuleType, types.CodeType, dict)):
         return True

@@ -34,7 +34,8 @@ class Guard:
         self.is_unchanged = True
 
     def _read_state(self, subject: Any) -> tuple | None:
-        """Read the current state, use it for later comparisons by identity, and return its fingerprint."""
+        """Read the current state, use it for later comparisons by identity, and return its fingerprint. It is None if
+        the state of a module cannot be watched."""
         reach = explore(subject, self.live, self.searched, self.texts)
         self.check, self.places = reach.check(), reach.places
         self.subject: Callable[[], Any] = weakref.ref(subject)
@@ -59,7 +60,8 @@ class Guard:
         return guard_holds() if torch.compiler.is_dynamo_compiling() else self.is_same(module)
 
     def holds_for_graph(self, subject: Any, fingerprint: tuple) -> bool:
-        """Return True if a graph traced for `fingerprint` may run. Dynamo asks before each run, without the module."""
+        """Return True if a graph traced for `fingerprint` may run. Dynamo calls this while it traces the module, and
+        before each run of the graph, where `subject` is None."""
         subject = self.subject() if subject is None else subject
         is_same = self.fingerprint is fingerprint or self.fingerprint == fingerprint
         return subject is not None and is_same and self.is_same(subject)

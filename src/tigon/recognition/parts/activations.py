@@ -49,14 +49,16 @@ class _ActivationSubject(Subject):
 
 
 def recognise_relu2(module: nn.Module) -> ActivationRecipe | str | None:
-    """Recognise a squared ReLU without children and parameters. Others get a reason for such a name or some results."""
+    """Recognise a squared ReLU: a module without children and parameters. Another module gets a reason only if its
+    class has such a name, or if it computes a squared ReLU for some inputs."""
     name = type(module).__name__.lower()
     is_named = "relu2" in name or ("relu" in name and "squared" in name)
     return _recognise_activation(module, ["relu2"], "a squared ReLU", is_named)
 
 
 def recognise_gelu(module: nn.Module) -> ActivationRecipe | str | None:
-    """Recognise a GELU or an approximation without children and parameters. Others get a reason for some results."""
+    """Recognise a GELU or an approximation of it: a module without children and parameters. Another module gets a
+    reason only if it computes a GELU for some inputs."""
     return _recognise_activation(module, [name for name in FORMULAS if name.startswith("gelu")], "a GELU", False)
 
 

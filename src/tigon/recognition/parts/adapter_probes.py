@@ -59,6 +59,7 @@ class ForwardCode(NamedTuple):
     methods: frozenset[str]
     read: Callable[[type], Any]
     value: Any
+    # Why layers that run this code keep their forward; None if it computes the sum.
     reason: str | None = None
 
     def is_that_of_class(self, cls: type) -> bool:

@@ -53,7 +53,8 @@ def cast_for_products(x: Tensor) -> Tensor:
 
 
 def compute_layers(x: Tensor, layers: Sequence[Projection]) -> tuple[Tensor, ...] | None:
-    """Return the outputs of linear layers with adapters and with the same input, or None if no op computes them."""
+    """Return the outputs of linear layers with adapters and with the same input, or None if no op computes them. The
+    caller has checked `_may_compute(x)`."""
     operand = cast_for_products(x)
     if (call := find_plan(operand, layers)) is None:
         return None
@@ -227,7 +228,8 @@ def may_have_adapters(x: Any, layers: Sequence[nn.Module]) -> bool:
 
 
 def read_projections(x: Tensor, layers: Sequence[nn.Module]) -> list[Projection] | None:
-    """Return the linear layers with adapters that the calls `layer(x)` compute."""
+    """Return the linear layers with adapters that the calls `layer(x)` compute. The result is None if one of the layers
+    has to be called, or if none has an adapter."""
     if not may_have_adapters(x, layers):
         return None
     projections = []

@@ -48,7 +48,8 @@ Result = TypeVar("Result")
 
 
 def run_probes(compute: Callable[[], Result], module: nn.Module, reach: Reach | None = None) -> Result | str:
-    """Return what `compute` returns, or why the module keeps its forward. `reach` is restored and compared."""
+    """Return what `compute` returns, or why the module keeps its forward. Afterwards, the places of `reach` are
+    restored and compared."""
     try:
         with contextlib.nullcontext() if reach is None else reach.preserved(), probing():
             result = compute()
@@ -129,7 +130,8 @@ def if_similar(find: Callable[[], Result | str], candidates: Sequence[Callable])
 
 
 def is_as_exact(stock: Tensor, ours: Tensor, exact: Tensor, ours_in_fp32: Tensor) -> bool:
-    """Return True if a candidate is as near to the exact output as the module, and in fp32 up to the order of sums."""
+    """Return True if a candidate is as near to the exact output as the module in bf16, and differs by the order of sums
+    at most in fp32."""
     if not stock.shape == ours.shape == exact.shape == ours_in_fp32.shape:
         return False
     exact = exact.double()

@@ -38,6 +38,7 @@ from tigon.recognition.replacement import is_changed
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.reach.explore import explore
 
+# The implementations of transformers that compute what `moe_mlp` computes.
 CHOICES = ("grouped_mm", "eager")
 EXPERTS, HIDDEN, INNER = 5, 24, 40
 

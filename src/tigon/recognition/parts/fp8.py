@@ -2,6 +2,8 @@
 
 This recipe changes results: it rounds the factors of products that would be in bf16 or fp16. It is installed on the
 linear layer itself. Recipes that compute several layers at once look for it, and quantise their common input once.
+Products in fp32 and with DTensors stay as they are. So do short calls without gradients, as in generation, for which
+quantising the weight would take longer than multiplying.
 """
 
 import math
@@ -38,6 +40,7 @@ FEWEST_ROWS = 512
 class FP8Settings:
     """The options of `tigon.patch` that concern FP8."""
 
+    # The granularity of scales: "tensorwise" or "rowwise".
     recipe: str
     # True if the products of dW are computed in FP8 too.
     fp8_dw: bool = True
@@ -72,7 +75,8 @@ class FP8Recipe:
         return type(layer).forward(layer, *args, **kwargs)
 
     def frozen_weight(self, layer: Any, x: Tensor | TensorLike, has_adapters: bool) -> Fp8Weight | None:
-        """Return the weight for an op that adds adapters to products of x; None if the layer has to be called."""
+        """Return the weight for an op that adds adapters to products of x; None if the layer has to be called. With
+        `has_adapters`, the op adds adapters of this layer, which are therefore not merged into its weight."""
         self.free_moved_copies(layer)
         is_cacheable = has_adapters or not self.is_base
         if layer.weight.requires_grad or not _fits(layer, x, is_cacheable):
@@ -81,7 +85,8 @@ class FP8Recipe:
         return Fp8Weight(layer.weight, self.options, find_cache, self.merges if self.is_base else None)
 
     def find_cache(self, weights: Sequence[Tensor], merges: Sequence[int | None]) -> WeightCache | None:
-        """Return the cache for a group of weights, of which the first one is that of this layer."""
+        """Return the cache for a group of weights, of which the first one is that of this layer. `merges` holds the
+        attributes `merges` of recipes whose layers are bases of adapters, and None for others."""
         if torch.compiler.is_compiling():
             return None
         self.device = weights[0].device

@@ -37,7 +37,8 @@ class StepCache:
         self.merges: tuple[int | None, ...] = ()
 
     def find(self, weights: Sequence[Tensor], merges: Sequence[int | None]) -> WeightCache | None:
-        """Return the cache for a call with these weights; None if the call must quantise them."""
+        """Return the cache for a call with these weights; None if the call must quantise them. `merges` holds a number
+        for each weight with adapters, which changes when adapters are merged into it."""
         trained_weights = [weight for weight in weights if weight.requires_grad]
         if is_capturing(weights[0]) or not all(map(keeps_versions, weights)):
             self.cache = None

@@ -23,7 +23,8 @@ _DISPATCHER = "transformers.integrations.hub_kernels"
 
 
 def computed_function(function: types.FunctionType) -> types.FunctionType:
-    """Return the function that a dispatcher of transformers wraps, or the function itself."""
+    """Return the function that a dispatcher of transformers wraps, or the function itself. A dispatched function, as of
+    flash-linear-attention, computes what the wrapped one computes."""
     return innermost(function) if function.__globals__.get("__name__") == _DISPATCHER else function
 
 
@@ -73,7 +74,8 @@ class FusedFunction:
 
 
 class FunctionsRecipe(RewrittenForward):
-    """The stock forward of a class, with ops in place of functions, and perhaps with fused statements."""
+    """The stock forward of a class, with ops in place of functions, and perhaps with fused statements. `forms` holds
+    the name of each function among the globals of the file, and its form."""
 
     # True for a linear recurrence: its ops take heads that the forward repeats for them, and one op computes its decay.
     is_recurrent = False

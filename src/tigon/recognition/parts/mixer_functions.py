@@ -53,6 +53,7 @@ DIFFERENT = "computes something else than the op"
 class RuleForm:
     """A gated delta rule, or Kimi Delta Attention."""
 
+    # The names of the arguments q, k, v, g and beta.
     tensors: tuple[str, ...]
     # True for Kimi Delta Attention: g has a number for each feature of a head of k.
     has_feature_decay: bool = False
@@ -65,6 +66,7 @@ class RuleForm:
 class ConvolutionForm:
     """A causal depthwise convolution."""
 
+    # The name of the input [B, C, T].
     x: str
     # True if the function accepts an input in half precision with a weight in fp32, as under autocast.
     is_mixed: bool = False

@@ -52,7 +52,9 @@ from tigon.recognition.rewriting.source import NotReadable, definition_of
 from tigon.runtime.compat.autograd import has_active_transform
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 
+# The names by which the boundaries of packed samples reach a function.
 BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q")
+# The names of the argument of a forward that holds the states of earlier tokens.
 CACHES = ("cache_params", "cache", "past_key_values", "past_key_value")
 
 

@@ -38,6 +38,7 @@ from tigon.runtime.engines import full_shape
 from tigon.runtime.reach.explore import explore
 
 TOKENS, EXPERTS, HIDDEN, INNER = 17, 12, 24, 40
+# The numbers of experts, of hidden features and of intermediate features.
 Sizes = tuple[int, int, int]
 
 DIFFERENT = "computes something else than moe_mlp with weighted inputs"

@@ -95,6 +95,7 @@ FORMULAS: dict[str, Formula] = {
 class _TensorRecipe:
     """A recipe that takes one plain tensor. The forward of the module's class runs for any other arguments."""
 
+    # The numbers of dimensions of inputs for which the module was compared with the op.
     dims: frozenset[int] = field(default=frozenset((1, 2, 3, 4)), compare=False, kw_only=True)
     # True if the recipe takes contiguous inputs only.
     needs_contiguity: bool = field(default=False, compare=False, kw_only=True)
@@ -233,6 +234,7 @@ def _run_with_adapters(x: Tensor, layers: Sequence[nn.Module], kind: str) -> Ten
 class MLPRecipe(_TensorRecipe):
     """Recipe: `down(act(up(x)))` through the module's children, with dropouts where the module has them."""
 
+    # A key of `FORMULAS`.
     formula: str
     up: str
     down: str

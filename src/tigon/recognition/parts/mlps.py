@@ -299,7 +299,7 @@ def _multiplies_transposed(forward: Any, cls: Any) -> bool:
 
 
 def recognise_mlp(module: nn.Module) -> MLPRecipe | str | None:
-    """Recognise an MLP of two linear layers. A module that computes no such MLP, such as a router, needs no reason."""
+    """Recognise an MLP of two linear layers. Another module, such as a router, gets no reason."""
     if not accepts_inputs(module, 1):
         return None
     children: dict[str, Any] = {name: child for name, child in module._modules.items() if child is not None}

@@ -20,9 +20,11 @@ class Scope:
     """The inputs for which recognition compared a module with the op. The stock forward runs for all other inputs."""
 
     dims: frozenset[int] = frozenset((1, 2, 3, 4))
+    # The dtypes of the weight for each dtype of the input. None stands for a norm without weight.
     weight_dtypes: dict[torch.dtype, tuple[torch.dtype | None, ...]] = field(
         default_factory=lambda: dict.fromkeys(DTYPES, (None, *DTYPES))
     )
+    # Whether the stock forward runs for inputs that are not contiguous.
     needs_contiguity: bool = False
     # An attribute that must stay equal to the shape of the weight, such as `normalized_shape`.
     shape: str | None = None
@@ -48,7 +50,8 @@ class Scope:
 
 @dataclass(frozen=True)
 class _NormRecipe:
-    """The recipe of a norm, which reads its weight and its bias at every call. They are given by their names."""
+    """The recipe of a norm, which reads its weight and its bias at every call. They are given by their names. The guard
+    fails once epsilon changes."""
 
     eps: float
     weight: str | None

@@ -142,7 +142,8 @@ def _confirm(recipe: NormRecipe, subject: _NormSubject, dims: frozenset[int], re
 
 
 def recognise_norm(module: nn.Module) -> NormRecipe | str | None:
-    """Recognise a norm: no children, at most two 1-D parameters of one size, and an epsilon or "norm" in its class."""
+    """Recognise a norm: a module without children, with at most two 1-D parameters of one size, and with an epsilon or
+    "norm" in the name of its class."""
     tensors = {name: t for name, t in own_tensors(module).items() if t is not None}
     epsilons = [name for name, value in vars(module).items() if type(value) is float and 0.0 < value <= 0.1]
     # Without an epsilon or such a name, the module may be a dropout or an activation.

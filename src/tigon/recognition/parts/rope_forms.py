@@ -91,6 +91,7 @@ FORMS = [
 class ComplexForm:
     """A product with a complex table [B | 1, S, R / 2]."""
 
+    # The dimension of the heads of q and k, 1 or 2.
     heads: int
     has_batch: bool = False
 
@@ -155,6 +156,7 @@ def takes_complex_table(function: types.FunctionType) -> bool:
 class _Case(NamedTuple):
     """The arguments of one comparison, and the results of the function."""
 
+    # The tensors to rotate, whose gradients are compared.
     inputs: list[Tensor]
     run: Callable[[], tuple]
     form_arguments: tuple

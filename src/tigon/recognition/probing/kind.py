@@ -48,7 +48,7 @@ def kind_of(module: nn.Module, kind_of_child: Callable[[nn.Module], Any] | None 
 
 
 def _describe(value: Any) -> tuple:
-    """Return the type of a value (1 == True), and the value if it is simple or holds simple values, else its id."""
+    """Return the type of a value, as 1 equals True, and the value if it is or holds simple values, else its id."""
     if isinstance(value, (int, float, str, bool, type(None), torch.device, torch.dtype)):
         return type(value), value
     if type(value) in (list, tuple):

@@ -26,11 +26,13 @@ from tigon.runtime.reach.places import Reach
 LOGGER = logging.getLogger("tigon")
 
 DTYPES = (FP32, BF16, FP16)
+# The largest difference of gradients, relative to the largest value of a row.
 TOLERANCE = {FP32: 1e-3, BF16: 0.1, FP16: 0.1}
 SHAPES = ((), (8,), (2, 4), (2, 2, 2))
 # Sizes of 0 and 1, which a run with symbolic sizes does not cover.
 SMALL_SHAPES = ((1,), (1, 1), (2, 0), (1, 3), (3, 1), (2, 1, 3))
 
+# A function that builds a stand-in, and the inputs for it.
 SpecialCase = tuple[Callable[[], nn.Module], list[Tensor]]
 
 
@@ -226,7 +228,8 @@ def agrees_in_all_combinations(
 
 
 def runs_without_contiguity(candidate: Callable, subject: Subject) -> bool:
-    """Return True if the candidate reproduces a forward for an input that is not contiguous, which it may refuse."""
+    """Return True if the candidate reproduces a forward for an input that is not contiguous. A forward may refuse this
+    input, as `view` does, or copy it first, which changes the order of sums."""
     x = [t.transpose(0, 1) for t in subject.inputs(FP32, 3, 4)]
     stock = subject(FP32)
     try:

@@ -27,6 +27,7 @@ from tigon.runtime.reach.places import REGISTERED
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
+# Special numbers that code may compare values with.
 SENTINELS = (-100.0, 1.0, -1.0, 0.0)
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
@@ -35,7 +36,8 @@ Candidate = TypeVar("Candidate", bound=Callable)
 
 @contextlib.contextmanager
 def probing() -> Iterator[None]:
-    """Compute eagerly on the CPU, independent of the caller's modes. Restore the global random state afterwards."""
+    """Compute eagerly on the CPU, independent of the caller's modes. Restore the global random state afterwards. A
+    probe may run inside a call of a model, for adapters that were added after the patch."""
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     random_state, numpy_random = random.getstate(), sys.modules.get("numpy.random")
     numpy_state = None if numpy_random is None else numpy_random.get_state()

@@ -153,7 +153,8 @@ def _describe_place(frame: traceback.FrameSummary, text: str) -> str:
 
 
 def _without_values(tools: SymbolicTools, mode: Any, inputs: tuple[Tensor, ...], any_width: bool) -> list[Tensor]:
-    """Return tensors without values like the inputs. All their sizes but the last are symbols, shared by them."""
+    """Return tensors without values like the inputs. All their sizes but the last are symbols, shared by them. With
+    `any_width`, the last size is a symbol too."""
     *batch, width = inputs[0].shape
     sizes, width = SIZES[: len(batch)], SIZES[len(batch)] if any_width else width
     real = torch.empty(*sizes, width, dtype=inputs[0].dtype)

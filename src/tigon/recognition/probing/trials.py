@@ -33,8 +33,10 @@ class Mismatch:
 class Trials:
     """The comparisons that a recogniser made for one module."""
 
+    # The number of comparisons in which each candidate agreed before its first mismatch.
     agreements: Counter[Any] = field(default_factory=Counter)
     mismatches: dict[Any, Mismatch] = field(default_factory=dict)
+    # Why the recogniser returned None, if it compared anything.
     note: str = ""
 
     def add(self, candidate: Any, mismatch: Mismatch | None) -> None:

@@ -90,7 +90,8 @@ class _StartedNorm:
 
 
 def start_norm(rope: Any, norm: nn.Module, x: Any) -> tuple[Any, _StartedNorm | None]:
-    """Return x and its norm if `norm_rope` may compute the norm together with `rope`, else norm(x) and None."""
+    """Return x and its norm if `norm_rope` may compute the norm together with `rope`, else norm(x) and None. In graphs,
+    the norm is computed at once, because the compiler fuses it."""
     if torch.compiler.is_compiling() or not hasattr(rope, "rotate_normalised"):
         return norm(x), None
     if isinstance(x, Tensor) and x.dim() == 4 and (arguments := _arguments(norm, x)) is not None:
@@ -192,6 +193,7 @@ class FusedStatementsRecipe(RewrittenForward):
         return fuse_statements(forward)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A compiler fuses statements itself.
         if torch.compiler.is_compiling():
             return type(module).forward(module, *args, **kwargs)
         return super().__call__(module, *args, **kwargs)

@@ -87,6 +87,7 @@ def _match_rope(statement: ast.stmt, scope: dict[str, Any]) -> _RopeCall | None:
 class _Norm(NamedTuple):
     """The statement that normalises a tensor which a later statement rotates."""
 
+    # The block that contains the statement, and its position there.
     block: list[ast.stmt]
     position: int
     # The statement of the outer block that contains this block, or the norm itself.
@@ -129,7 +130,8 @@ def _find_norm(block: list[ast.stmt], end: int, name: str, outer: ast.stmt | Non
 def fuse_head_norms(
     block: list[ast.stmt], scope: dict[str, Any], number: int
 ) -> tuple[list[ast.stmt], list[str]] | None:
-    """Replace the first norms with a rotary embedding in a block. Return the block and the norms' names, or None."""
+    """Replace the first norms with a rotary embedding in a block. Return the block and the norms' names, or None.
+    `number` makes the names of the new variables unique."""
     for position, statement in enumerate(block):
         branch = statement if isinstance(statement, ast.If) and not statement.orelse else None
         for inner_position, inner in enumerate(branch.body if branch else [statement]):

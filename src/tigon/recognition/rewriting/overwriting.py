@@ -22,6 +22,7 @@ class _AliasTracker:
         self.numbers: dict[str, frozenset[int]] = {}
         # The names of the children that have read a tensor.
         self.readers: dict[int, set[str]] = {}
+        # The line of the first write, by the name of the child.
         self.first_writes: dict[str, int] = {}
         self.count = 0
 

@@ -40,6 +40,7 @@ from tigon.recognition.rewriting.statements import (
     single_target,
 )
 
+# The attribute of a rewritten function that names the children which `start_norm` runs.
 HEAD_NORMS = "_tigon_head_norms_"
 
 
@@ -257,7 +258,11 @@ FRAME_READERS = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe",
 def rewrite(
     function: FunctionType, helpers: Sequence[Callable], exchanged: Sequence[str], is_recurrent: bool = False
 ) -> Rewritten | str | None:
-    """Return the code of the function with its statements rewritten; None or a reason if it stays as it is."""
+    """Return the code of the function with its statements rewritten; None if there is nothing to rewrite, or the reason
+    why it, or a statement that resembles a pattern, stays as it is. `helpers` are the functions that the new statements
+    call, in the order of `NAMES`; without them, all statements stay. `exchanged` names globals in whose place other
+    functions are called. `is_recurrent` is True if these take the results of `repeat_heads`, and one op computes a
+    decay."""
     try:
         definition = definition_of(function)
         inner = innermost(function)

@@ -81,7 +81,8 @@ def _copy_with(function: FunctionType, code: CodeType, scope: dict, closure: tup
 
 
 def rebuild_wrappers(function: FunctionType, inner: FunctionType) -> FunctionType:
-    """Return copies of the wrappers of `function` around `inner`, which takes the place of the innermost function."""
+    """Return copies of the wrappers of `function` around `inner`, which takes the place of the innermost function. It
+    raises `NotReadable` for a wrapper without the wrapped function in its closure."""
     result = inner
     for wrapped, wrapper in _pairs(function):
         cells = wrapper.__closure__ or ()
@@ -180,11 +181,13 @@ class Rewritten:
     """The code that replaces the innermost function of a function. It does not refer to that function."""
 
     code: CodeType
+    # The additional functions that the code calls, by the names of their variables.
     helpers: dict[str, Callable]
     attributes: dict[str, Any] = field(default_factory=dict)
 
     def build(self, function: FunctionType, exchanged: Mapping[str, Callable]) -> FunctionType:
-        """Return `function` with this code in its innermost function; globals, closure and defaults stay the same."""
+        """Return `function` with this code in its innermost function; globals, closure and defaults stay the same.
+        `exchanged` holds the functions that the code calls in place of globals, by the names of these globals."""
         inner = innermost(function)
         cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
         cells |= {name: CellType(helper) for name, helper in self.helpers.items()}
@@ -202,7 +205,8 @@ def exchanged_name(name: str) -> str:
 def compile_definition(
     definition: ast.FunctionDef, function: FunctionType, helpers: dict[str, Callable], exchanged: Sequence[str]
 ) -> Rewritten:
-    """Return the code of this definition, which replaces the innermost function of `function`."""
+    """Return the code of this definition, which replaces the innermost function of `function`. `helpers`, and the
+    functions in place of the globals in `exchanged`, become part of its closure."""
     for node in ast.walk(definition):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in exchanged:
             node.id = exchanged_name(node.id)

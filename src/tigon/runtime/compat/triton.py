@@ -65,7 +65,8 @@ _recording = threading.Lock()
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[tuple]]:
-    """Record `(run, *arguments)` of each launch of this thread by Triton in the block."""
+    """Record `(run, *arguments)` of each launch of this thread by Triton in the block. Nothing is recorded if Triton's
+    class of `run` is not written in Python."""
     records: list[tuple] = []
     thread = threading.get_ident()
     launcher_class: Any = getattr(triton.runtime.driver.active, "launcher_cls", object)
@@ -92,7 +93,9 @@ def _are_identical(values: Sequence, others: Sequence) -> bool:
 
 
 def direct_launch(record: tuple, programs: int, stream: int, values: tuple) -> tuple[Callable, tuple, bool] | None:
-    """Return `(call, middle, is_packed)` with which a recorded launch is repeated, or None if it has another form."""
+    """Return `(call, middle, is_packed)` with which a recorded launch is repeated, or None if it has another form.
+    `call(programs, 1, 1, stream, *middle, *values)` launches the kernel. If `is_packed` is True, the last argument is
+    the tuple of the values. `values` are the arguments and the constexprs of the recorded launch."""
     run, *arguments = record
     if arguments[:4] != [programs, 1, 1, stream] or not _are_identical(arguments[9:], values):
         return None

@@ -34,6 +34,7 @@ class CodeFacts(NamedTuple):
     # True if the function looks up attributes that may be missing.
     may_miss: bool
     imports: frozenset[str]
+    # A description and the line of each assignment to an attribute, a global or a variable of an outer function.
     writes: tuple[tuple[str, int], ...]
     # Methods that change a container, and the line of the first one. `x[i] = y` stands for `__setitem__`.
     item_writes: tuple[tuple[str, int], ...]
@@ -104,7 +105,8 @@ def code_facts(code: types.CodeType) -> CodeFacts:
 
 
 def _getters(code: types.CodeType) -> Iterator[tuple[bool, bool]]:
-    """Yield for each use of a function such as `getattr` whether it may compute the name, and find no attribute."""
+    """Yield for each use of a function such as `getattr` whether it may compute the name, and whether it may find no
+    attribute. A constant name is the second value that is loaded between the function and its call."""
     steps = [s for s in dis.get_instructions(code) if s.opname not in ("CACHE", "PRECALL", "PUSH_NULL", "LOAD_ATTR")]
     for i, step in enumerate(steps):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in GETTERS:

@@ -72,6 +72,7 @@ class FunctionWalk:
         self.overridden: list[tuple[type, str]] = []
         self.stored_names: set[str] = set()
         self.children_with_tensors: list[tuple[str, str]] = []
+        # Pairs (id of the owner, name) that are watched already.
         self.links: set[tuple[int, str]] = set()
 
     def describe(self, value: Any, path: str) -> Any:

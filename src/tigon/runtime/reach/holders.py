@@ -94,7 +94,8 @@ class HolderWalk(FunctionWalk):
         self.entries.append((path, "class", f"{kind.__module__}.{kind.__qualname__}"))
 
     def watch_registered(self, attributes: dict[str, Any], path: str, owner: nn.Module | None) -> None:
-        """Watch that parameters and buffers that are None stay None."""
+        """Watch that parameters and buffers that are None stay None. Other tensors are watched too, except those of the
+        module itself and of searched children."""
         has_fixed_tensors = owner is not None and not any(owner is each for each in self.searched)
         for table in REGISTERED[:2]:
             for name, tensor in attributes[table].items():

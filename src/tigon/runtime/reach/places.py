@@ -84,7 +84,9 @@ class Reach:
     codes: list[types.CodeType] = field(default_factory=list)
     # Reads that no probe covers, such as the type of a child with weights, or attributes that may be missing.
     unprobed_reads: list[str] = field(default_factory=list)
+    # The names of all attributes that the code loads from any object.
     names: frozenset[str] = frozenset()
+    # The paths of the places that `preserved` had to restore.
     changed_paths: list[str] = field(default_factory=list)
 
     @property
@@ -108,7 +110,9 @@ class Reach:
         return {place.name for place in self.places if place.owner is None and place.how == "item"}
 
     def check(self) -> Callable[[dict[str, Any], type], bool]:
-        """Return a function of the module's `__dict__` and class, which returns True if every place is unchanged."""
+        """Return a function of the module's `__dict__` and class, which returns True if every place is unchanged. For
+        the reach of a Python function, the arguments are `{}` and `type(None)`. Values are compared by identity. The
+        function raises KeyError, IndexError or AttributeError if a place no longer exists."""
         return build_check(self.places)
 
     @contextlib.contextmanager
@@ -154,6 +158,7 @@ def _items(container: Any) -> list:
 
 
 def _same_elements(container: Any, before: list) -> bool:
+    # Identity is compared, because `==` of tensors returns a tensor.
     now = _items(container)
     pairs = zip(now, before, strict=False)
     is_dict = isinstance(container, dict)
@@ -167,7 +172,8 @@ def compile_expression(source: str) -> Callable:
 
 
 def _condition_source(place: Place, number: int) -> str:
-    """Return the source of a condition that is True as long as a place holds its recorded value."""
+    """Return the source of a condition that is True as long as a place holds its recorded value. In the source, o<n> is
+    the owner, v<n> the recorded value and n<n> the name; `attributes` and `cls` belong to the module."""
     holder = "attributes" if place.owner is None else f"o{number}"
     value = f"v{number}"
     if place.how == "length" and place.value == 0 and type(place.owner) in (dict, list, collections.OrderedDict):
