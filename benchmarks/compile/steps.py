@@ -31,6 +31,7 @@ from tigon.ops.logits.token import kernels as token_loss
 from tigon.ops.logits.vocab_parallel import partial_statistics
 from tigon.ops.mixers.delta_rule_config import has_feature_kernels
 from tigon.ops.mixers.log_decay import log_decay
+from tigon.ops.mixers.ssd_config import has_scan_kernels
 from tigon.ops.mlps.glu import ClampedGate
 from tigon.ops.mlps.mlp import MLPActivation
 from tigon.ops.norms.rms_norm import add_rms_norm_of_layer, rms_norm_with_input
@@ -210,4 +211,7 @@ STEPS: dict[str, Callable[[], Any]] = {
 def launches_kernels(step: str, arch: str) -> bool:
     """Return whether a step launches kernels on a chip. Tigon emulates FP8 on chips whose units it does not use."""
     op = step.split()[0]
-    return (op != "fp8_linear" or has_units(arch)) and (op != "kda" or has_feature_kernels(arch))
+    checks: dict[str, Callable[[str], bool]] = {
+        "fp8_linear": has_units, "kda": has_feature_kernels, "ssd": has_scan_kernels
+    }  # fmt: skip
+    return op not in checks or checks[op](arch)

@@ -57,13 +57,15 @@ def choose_config(inputs: SSDInputs) -> SSDConfig:
     return SSDConfig.choose(SSDProblem(inputs.x.shape[3], inputs.B.shape[3]), device_of(inputs.x))
 
 
-def fits_kernels(inputs: SSDInputs) -> bool:
-    """Return whether the kernels compute heads and states of these sizes and this dtype, if there are any.
+def has_scan_kernels(arch: str) -> bool:
+    """Return whether the kernels run on a chip. On Ampere and Ada, one of them spills 32 bytes or more."""
+    return not arch.startswith("sm_8")
 
-    On Ampere and Ada, a kernel would spill registers.
-    """
+
+def fits_kernels(inputs: SSDInputs) -> bool:
+    """Return whether the kernels compute heads and states of these sizes and this dtype, if there are any."""
     x = inputs.x
-    if device_of(x).arch.startswith("sm_8"):
+    if not has_scan_kernels(device_of(x).arch):
         return False
     fits = x.shape[3] <= MAX_SIZE and inputs.B.shape[3] <= MAX_STATE_SIZE
     return fits and x.element_size() == 2 and x.shape[0] * x.shape[1] > 0
