@@ -60,15 +60,10 @@ def separated_layers(body: nn.Module, layers: dict[nn.Module, str]) -> dict[nn.M
     waiting = [body]
     while waiting:
         parent = waiting.pop()
-        forward = inspect.getattr_static(type(parent), "forward", None)
         for name, child in parent.named_children():
             parts = [*child.children()] if isinstance(child, nn.ModuleList) else [child]
             parts = [part for part in parts if not layers.keys().isdisjoint(part.modules())]
-            if (
-                not parts
-                or not isinstance(forward, types.FunctionType)
-                or not passes_boundaries(forward, {name}, parent)
-            ):
+            if not parts or not _passes_boundaries_to(parent, name):
                 continue
             waiting += [part for part in parts if part not in layers]
             for part in parts:
@@ -201,11 +196,14 @@ def add_notes(model: nn.Module, notes: list[str]) -> Callable[[], None]:
 
 def _gets_boundaries(body: nn.Module, modules: Sequence[nn.Module]) -> bool:
     """Return True if the modules that have a body as a child pass boundaries on to it. That of mamba2 does not."""
-    calls = [
-        (inspect.getattr_static(type(parent), "forward", None), name, parent)
-        for parent in modules for name, child in parent.named_children() if child is body
-    ]  # fmt: skip
-    return all(isinstance(f, types.FunctionType) and passes_boundaries(f, {name}, parent) for f, name, parent in calls)
+    parents = [(parent, name) for parent in modules for name, child in parent.named_children() if child is body]
+    return all(_passes_boundaries_to(parent, name) for parent, name in parents)
+
+
+def _passes_boundaries_to(parent: nn.Module, name: str) -> bool:
+    """Return True if the forward of a module passes boundaries on to its child of this name."""
+    forward = inspect.getattr_static(type(parent), "forward", None)
+    return isinstance(forward, types.FunctionType) and passes_boundaries(forward, {name}, parent)
 
 
 def _list(layers: dict[nn.Module, str]) -> str:
