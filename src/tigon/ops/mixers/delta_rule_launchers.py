@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.mixers.chunks import CHUNK
 from tigon.ops.mixers.delta_rule_chunks import (
     DeltaGradients,
     DeltaInputs,
@@ -24,7 +23,7 @@ from tigon.ops.mixers.delta_rule_steps import (
     launch_backward,
     launch_forward,
 )
-from tigon.ops.mixers.kernel_check import compare_results, move, passes_check
+from tigon.ops.mixers.kernel_check import CHECK_TOKENS, compare_results, make_bounds, make_draw, move, passes_check
 from tigon.runtime.launch import launcher
 
 # --- operators -----------------------------------------------------------------------------------
@@ -90,12 +89,8 @@ def checked_config(inputs: DeltaInputs, normalises: bool, has_last_state: bool) 
 
 def _draw_check(dtype: torch.dtype, variant: DeltaVariant) -> tuple[DeltaInputs, Tensor, Tensor | None]:
     """Return inputs on the CPU, and the gradients of o and of the last state."""
-    size, value_size, groups, tokens = variant.size, variant.value_size, variant.groups, 2 * CHUNK + 5
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    draw = lambda *shape: torch.randn(shape, generator=generator, device="cpu")
-    bounds = None
-    if variant.bounds_dtype is not None:
-        bounds = torch.tensor([0, CHUNK + 3, tokens], dtype=variant.bounds_dtype, device="cpu")
+    size, value_size, groups, tokens = variant.size, variant.value_size, variant.groups, CHECK_TOKENS
+    draw, bounds = make_draw(), make_bounds(variant.bounds_dtype)
     shape = 1 if bounds is None else 2, groups, size, value_size
     q, k = draw(1, tokens, 1, size), draw(1, tokens, 1, size) * (1.0 if variant.normalises else size**-0.5)
     v, do = draw(1, tokens, groups, value_size), draw(1, tokens, groups, value_size)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.ops.mixers.chunks import CHUNK
 from tigon.runtime.compat.triton import triton
 from tigon.runtime.self_check import may_wait
 
@@ -23,6 +24,8 @@ _verdicts: dict[tuple, bool] = {}
 # cause 0.5 % in bf16. A wrong kernel causes much more.
 MAX_ERROR = 0.05
 Results = Sequence[Any]
+# The tokens of the problem of a check: two full chunks and a tail.
+CHECK_TOKENS = 2 * CHUNK + 5
 
 
 def passes_check(op: str, like: Tensor, variant: tuple, check: Callable[[], bool]) -> bool:
@@ -66,6 +69,17 @@ def compare_results(device: torch.device, run: Callable[[], tuple[Results, Resul
         _log.debug("A self-check of kernels raised on device %s.", device, exc_info=True)
         return False
     return all(bool((x - y).square().mean() <= MAX_ERROR**2 * y.square().mean()) for x, y in pairs)
+
+
+def make_draw() -> Callable[..., Tensor]:
+    """Return a function that draws normal numbers of a shape on the CPU, the same ones for every check."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator, device="cpu")
+
+
+def make_bounds(dtype: torch.dtype | None) -> Tensor | None:
+    """Return the bounds of two packed samples in this dtype, or None if a check has none."""
+    return None if dtype is None else torch.tensor([0, CHUNK + 3, CHECK_TOKENS], dtype=dtype, device="cpu")
 
 
 def move(x: Any, to: torch.dtype | torch.device) -> Any:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tigon.ops.mixers.chunk_launch import ChunkLaunch
 from tigon.ops.mixers.chunks import CHUNK, samples_of
-from tigon.ops.mixers.kernel_check import compare_results, move, passes_check
+from tigon.ops.mixers.kernel_check import CHECK_TOKENS, compare_results, make_bounds, make_draw, move, passes_check
 from tigon.ops.mixers.ssd_chunks import SSDGradients, SSDInputs, SSDOptions, chunked_backward, chunked_forward
 from tigon.ops.mixers.ssd_config import SSDConfig, choose_config, split_count
 from tigon.ops.mixers.ssd_gradient_kernels import (
@@ -207,20 +207,25 @@ def ssd_backward(
 def _launch_backward(
     dy: Tensor, dlast_states: Tensor | None, inputs: SSDInputs, options: SSDOptions, config: SSDConfig
 ) -> SSDGradients:  # fmt: skip
-    results = _empty_backward(dy, dlast_states, inputs, options)
-    dx, ddt, _, dB, dC, dD, ddt_bias, dinitial = results
+    x, dt, A, B, C, D, dt_bias, initial_states, _ = inputs
+    dx, ddt, dB, dC = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x, dt, B, C))
     run = _Launch(inputs, options, config)
     run.add_rows("dy", dy)
-    # The states are in fp32 in the kernels.
-    dfirst = None if dinitial is None else torch.empty_like(dinitial, dtype=torch.float32)
-    states, dstates = run.scan("x", "b", inputs.initial_states, None), run.scan("dy", "c", dlast_states, dfirst)
+    dinitial = None
+    if initial_states is not None:
+        # The kernels compute states in fp32.
+        dinitial = x.new_empty(initial_states.shape, dtype=torch.float32)
+    states, dstates = run.scan("x", "b", initial_states, None), run.scan("dy", "c", dlast_states, dinitial)
     parts = run.group_gradients(states, dstates, dB, dC)
     drates, dweights = run.head_gradients(dstates, parts, dx, ddt)
-    if dD is not None and dweights is not None:
-        dD = (dweights.sum(-1) if dD.dim() == 1 else dweights).to(dD.dtype)
-    ddt_bias = None if ddt_bias is None else drates[1].to(ddt_bias.dtype)
-    dinitial = None if dinitial is None else move(dfirst, dinitial.dtype)
-    return SSDGradients(dx, ddt, drates[0].to(inputs.A.dtype), dB, dC, dD, ddt_bias, dinitial)
+    dA, dD, ddt_bias = drates[0].to(A.dtype), None, None
+    if D is not None and dweights is not None:
+        dD = (dweights.sum(-1) if D.dim() == 1 else dweights).to(D.dtype)
+    if dt_bias is not None:
+        ddt_bias = drates[1].to(dt_bias.dtype)
+    if initial_states is not None:
+        dinitial = move(dinitial, initial_states.dtype)
+    return SSDGradients(dx, ddt, dA, dB, dC, dD, ddt_bias, dinitial)
 
 
 # --- the self-check ------------------------------------------------------------------------------
@@ -255,12 +260,8 @@ def _is_checked(inputs: SSDInputs, options: SSDOptions, has_last_states: bool, c
 
 def _draw_check(dtype: torch.dtype, variant: SSDVariant) -> tuple[SSDInputs, Tensor, Tensor | None]:
     """Return inputs on the CPU, and the gradients of y and of the last states."""
-    size, state_size, heads, tokens = variant.size, variant.state_size, variant.groups, 2 * CHUNK + 5
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    draw = lambda *shape: torch.randn(shape, generator=generator, device="cpu")
-    bounds = None
-    if variant.bounds_dtype is not None:
-        bounds = torch.tensor([0, CHUNK + 3, tokens], dtype=variant.bounds_dtype, device="cpu")
+    size, state_size, heads, tokens = variant.size, variant.state_size, variant.groups, CHECK_TOKENS
+    draw, bounds = make_draw(), make_bounds(variant.bounds_dtype)
     shape = 1 if bounds is None else 2, heads, size, state_size
     x, dy = draw(1, tokens, heads, size).to(dtype), draw(1, tokens, heads, size).to(dtype)
     B, C = ((draw(1, tokens, 1, state_size) * state_size**-0.25).to(dtype) for _ in range(2))
