@@ -20,7 +20,7 @@ from tigon.runtime import checks
 class LossOptions:
     """Options of `linear_cross_entropy` that a user of a patched model chooses."""
 
-    # Whether the loss of each token is scaled by the detached probability of its target.
+    # It is True if the loss of each token is scaled by the detached probability of its target.
     token_scaling: bool = False
     # The dtype in which the gradient of the head's weight is summed, or None.
     acc_dtype: torch.dtype | None = None

@@ -41,7 +41,7 @@ DESCRIPTORS = tuple(descriptor for descriptor in (TensorDescriptor, TileDescript
 # key is found, and the compiled variant, because Triton may unload one that nobody refers to.
 _variants: dict[tuple, tuple] = {}
 
-# Whether the self-check of direct launches passed, by the index of the device.
+# A verdict is True if the self-check of direct launches passed on the device of this index.
 _verdicts: dict[int, bool] = {}
 
 _split_functions: dict[tuple, Callable[..., tuple]] = {}

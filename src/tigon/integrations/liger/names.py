@@ -108,7 +108,7 @@ MODULES: dict[str, Table] = {
 
 _ATTENTION = "use liger_fused_neighborhood_attention of liger_kernel.transformers.functional between linear layers"
 _MEGATRON_RECIPE = "use LigerMegatronRMSNorm and LigerMegatronCrossEntropy as docs/trainers.md shows"
-# What to use in place of each name that is not served.
+# Each entry says what replaces a name that is not served.
 NOT_SERVED = {
     "GrpoLossFunction": "use triton_grpo_loss of liger_kernel.transformers.grpo_loss, or tigon.losses",
     "LigerFusedNeighborhoodAttention": _ATTENTION,

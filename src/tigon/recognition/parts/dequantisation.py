@@ -113,7 +113,7 @@ def _computes_product(layer: Any, weight: Tensor, dtype: torch.dtype) -> bool:
 class _Result(NamedTuple):
     """The result of the comparison of a layer with its dense weight."""
 
-    # Whether the layer multiplies by its dense weight and does nothing else.
+    # It is True if the layer multiplies by its dense weight and does nothing else.
     computes_product: bool
     uses_kernel: bool
 

@@ -24,7 +24,7 @@ class Scope:
     weight_dtypes: dict[torch.dtype, tuple[torch.dtype | None, ...]] = field(
         default_factory=lambda: dict.fromkeys(DTYPES, (None, *DTYPES))
     )
-    # Whether the stock forward runs for inputs that are not contiguous.
+    # It is True if the stock forward runs for inputs that are not contiguous.
     needs_contiguity: bool = False
     # An attribute that must stay equal to the shape of the weight, such as `normalized_shape`.
     shape: str | None = None
